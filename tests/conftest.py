@@ -1,0 +1,22 @@
+"""Strict numerics and shape checks for the whole suite."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hook = install_import_hook(["kdjax", "pallas_kernels"], "beartype.beartype")
+
+
+@pytest.fixture
+def oracle():
+    from tests.oracles import load
+
+    return load
