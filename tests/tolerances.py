@@ -1,0 +1,59 @@
+"""Every numeric tolerance of the suite, with the reason for its size.
+
+Policy. Integers (tokens, trees, routing sets, codes, packed words) are compared exactly, never with a tolerance.
+A tolerance is about ten times the disagreement of two independent correct implementations, so that another summation
+order passes and a wrong formula does not; the observed disagreement stands beside the number. A result that misses its
+tolerance is explained, not accommodated: a test may tighten a tolerance but never widen it on the spot.
+All are for float32 (or better) arithmetic with float32 matmuls.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Tolerance(NamedTuple):
+    atol: float
+    rtol: float = 0.0
+
+    def check(self, actual: Any, expected: Any, what: str = "") -> None:
+        np.testing.assert_allclose(actual, expected, rtol=self.rtol, atol=self.atol, err_msg=what)
+
+
+# transformers float32 and an independent float64 implementation differ by up to 5e-5
+TARGET_LOGITS = Tolerance(5e-4, 1e-4)
+TARGET_RESIDUAL = Tolerance(5e-4, 1e-4)
+TARGET_CACHE = Tolerance(5e-4, 1e-4)
+ROUTER_LOGITS = Tolerance(5e-4, 1e-4)
+ROUTER_WEIGHTS = Tolerance(1e-4)
+
+# from given router logits only a sigmoid and a division remain; atol covers sigmoids that flush to zero
+GATE_WEIGHTS = Tolerance(1e-12, 5e-6)
+
+# z-lab float32 and an independent float64 implementation differ by up to 2e-5
+DRAFTER = Tolerance(2e-4, 1e-4)
+
+# speculative rounds chain prefill, verify and commit, hence the target's tolerance for draft logits too
+ROUND_LOGITS = Tolerance(5e-4)
+
+# float32 pow differs by 1 to 2 ulp between libraries
+INVERSE_FREQUENCY = Tolerance(0.0, 5e-7)
+# given the same inverse frequencies, only the library's float32 cos and sin differ
+COS_SIN = Tolerance(1e-6)
+ROTATED = Tolerance(1e-5)
+
+# float32 sum of 160 products
+PACKED_MATMUL = Tolerance(0.0, 1e-5)
+
+# 1 ulp of a float32 logsumexp near 16
+LOG_PROBABILITY = Tolerance(2e-6)
+# float64 sums of at most 7 terms, added in another order
+TREE_SCORE = Tolerance(1e-12, 1e-12)
+
+# materialised against absorbed attention in float64: reassociated products of width at most 512
+ABSORBED_FLOAT64 = Tolerance(1e-9, 1e-9)
+
+
+def cos_sin_own_frequencies(positions: np.ndarray, inverse_frequencies: np.ndarray) -> np.ndarray:
+    """Allowed error [P, half] of cos and sin where the angle uses our own inverse frequency: 1 ulp of it, times p."""
+    return 1e-6 + 4e-7 * positions[:, None] * inverse_frequencies
