@@ -1,6 +1,10 @@
 """Frozen, typed configurations."""
 
+from kdjax.config.generate import GenerateConfig as GenerateConfig
 from kdjax.config.model import DrafterConfig as DrafterConfig
 from kdjax.config.model import Int4Config as Int4Config
 from kdjax.config.model import ModelConfig as ModelConfig
 from kdjax.config.model import YarnConfig as YarnConfig
+from kdjax.config.pair import ModelPair as ModelPair
+from kdjax.config.strict import dumps as dumps
+from kdjax.config.strict import load as load

@@ -1,0 +1,157 @@
+"""TOML files and `--set` overrides -> frozen typed configs, strictly; and back."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import tomli_w
+
+from kdjax.errors import KdjaxError
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+Key = tuple[str, ...]
+
+_AT = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>[^`]*)`)?", re.DOTALL)
+
+
+def load(kind: type[Config], file: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """A config of type `kind` from an optional TOML file and dotted overrides such as `decode.budget=15`.
+
+    Override values are TOML (`[1, 2]`, `true`, `0.7`); bare words are strings. Later overrides win over earlier ones,
+    and all over the file. Optional keys that are absent take their defaults.
+
+    Raises KdjaxError, one line naming the source, the key and its value, and what is valid, for: a missing or
+    malformed file, an unknown key, a value of the wrong type or out of range.
+    """
+    data = _read(file) if file else {}
+    sources: dict[Key, str] = {}
+    for text in overrides:
+        key, value = _parse(text)
+        _put(data, key, value, text)
+        sources[key] = "--set " + text.replace("\n", "\\n")
+    _check_keys(kind, data, (), lambda key: _source(key, file, sources))
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise KdjaxError(_explain(error, kind, data, file, sources)) from error
+
+
+def dumps(config: msgspec.Struct) -> str:
+    """The config as TOML; `load` of it gives an equal config. Keys that are None are left out."""
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+
+
+def closest(word: str, choices: Iterable[str]) -> str:
+    """`did you mean x?`, or all choices where none is near."""
+    choices = list(choices)
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        siblings = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
+        hint = f": {closest(file.name, siblings)}" if siblings else ""
+        raise KdjaxError(f"{file}: no such config file{hint}") from error
+    except OSError as error:
+        raise KdjaxError(f"{file}: cannot read the config file ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise KdjaxError(f"{file}: not valid TOML: {error}") from error
+
+
+def _parse(text: str) -> tuple[Key, Any]:
+    name, equals, raw = text.partition("=")
+    key = tuple(part.strip() for part in name.split("."))
+    if not equals or not all(key):
+        raise KdjaxError(f"--set {text}: expected KEY=VALUE, such as decode.budget=15")
+    raw = raw.strip()
+    try:
+        value = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError as error:
+        if raw[:1] in ("[", "{", '"', "'"):
+            raise KdjaxError(f"--set {text}: the value is not valid TOML: {error}") from error
+        return key, raw
+    return key, value["value"] if len(value) == 1 else raw
+
+
+def _put(data: dict[str, Any], key: Key, value: Any, text: str) -> None:
+    for depth, part in enumerate(key[:-1], 1):
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise KdjaxError(f"--set {text}: {'.'.join(key[:depth])} is a value, not a table: drop '.{key[depth]}'")
+    data[key[-1]] = value
+
+
+def _source(key: Key, file: Path | None, sources: dict[Key, str]) -> str:
+    for length in range(len(key), 0, -1):
+        if key[:length] in sources:
+            return sources[key[:length]]
+    if file:
+        return str(file)
+    inside = [text for other, text in sources.items() if other[: len(key)] == key]
+    return inside[-1] if inside else "config"
+
+
+def _check_keys(kind: type[msgspec.Struct], data: dict[str, Any], at: Key, source: Any) -> None:
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in data.items():
+        key = (*at, name)
+        if name not in fields:
+            where = f"in [{'.'.join(at)}]" if at else "at the top level"
+            raise KdjaxError(f"{source(key)}: unknown key {name!r} {where}: {closest(name, fields)}")
+        inner = _struct(fields[name])
+        if inner and isinstance(value, dict):
+            _check_keys(inner, value, key, source)
+
+
+def _explain(
+    error: msgspec.ValidationError, kind: type[msgspec.Struct], data: Any, file: Path | None, sources: dict[Key, str]
+) -> str:
+    match = _AT.fullmatch(str(error))
+    assert match is not None
+    key: Key = tuple(part for part in (match["key"] or "$").removeprefix("$").split(".") if part)
+    plain = tuple(part.split("[")[0] for part in key)
+    source = _source(plain, file, sources)
+    what = match["what"]
+    if isinstance(error.__cause__, KdjaxError):
+        return f"{source}: {what}"
+    for part in plain:
+        data = data.get(part, {}) if isinstance(data, dict) else data
+    choices = _literals(_type_at(kind, plain))
+    if choices and isinstance(data, str):
+        what = f"not one of its values: {closest(data, choices)}"
+    return f"{source}: {'.'.join(key) or 'the config'} = {data!r}: {what[0].lower()}{what[1:]}"
+
+
+def _type_at(kind: Any, key: Key) -> Any:
+    for part in key:
+        struct = _struct(kind)
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)} if struct else {}
+        kind = fields.get(part)
+    return kind
+
+
+def _struct(kind: Any) -> type[msgspec.Struct] | None:
+    options = typing.get_args(kind) or (kind,)
+    return next((t for t in options if isinstance(t, type) and issubclass(t, msgspec.Struct)), None)
+
+
+def _literals(kind: Any) -> list[str]:
+    if typing.get_origin(kind) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(kind)]
+    return [choice for option in typing.get_args(kind) for choice in _literals(option)]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return value
