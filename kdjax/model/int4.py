@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, UInt32
+from jaxtyping import Array, Float
+
+import pallas_kernels.int4
 
 
 @jax.tree_util.register_dataclass
@@ -16,18 +19,21 @@ class Int4:
 
     Column `c` of a row is nibble `c % 8` (lowest first) of word `c // 8`, stored as value + 8; `scale[r, c // group]`
     applies to it. `columns` is the logical input width (config key `weight_shape[1]`).
+
+    Attributes:
+        packed: uint32 [*lead, rows, words].
+        scale: bfloat16 [*lead, rows, groups].
     """
 
-    packed: UInt32[Array, "*lead rows words"]
-    scale: BFloat16[Array, "*lead rows groups"]
+    # Any: as a pytree it also carries shape structs and shardings in place of its arrays.
+    packed: Any
+    scale: Any
     columns: int = dataclasses.field(metadata={"static": True})
     group_size: int = dataclasses.field(metadata={"static": True}, default=32)
 
 
 def dequantize(weight: Int4, dtype: jnp.dtype) -> Float[Array, "*lead rows columns"]:
     """bf16(q * scale) widened to `dtype`: the rounding of the compressed-tensors library."""
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)
-    nibbles = (weight.packed[..., None] >> shifts) & jnp.uint32(15)
-    q = nibbles.reshape(*weight.packed.shape[:-1], -1)[..., : weight.columns].astype(jnp.float32) - 8.0
-    scale = jnp.repeat(weight.scale.astype(jnp.float32), weight.group_size, axis=-1)[..., : weight.columns]
-    return (q * scale).astype(jnp.bfloat16).astype(dtype)
+    return pallas_kernels.int4.dequantize(
+        weight.packed, weight.scale, columns=weight.columns, group_size=weight.group_size, dtype=dtype
+    )

@@ -1,0 +1,179 @@
+"""A folder of safetensors files as one mapping from tensor name to array, and the writer of such folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors needs
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from kdjax.checkpoint.layout import Stored
+from kdjax.errors import KdjaxError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def _shards(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | None]:
+    """The files that make up the checkpoint. An index wins: files that it does not name are not part of it."""
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise KdjaxError(f"{folder} has neither {INDEX} nor {SINGLE}: give the folder of a checkpoint")
+        return [folder / SINGLE], None
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise KdjaxError(f"{index} has no readable weight_map ({error!r}): download it again") from None
+    if absent := [name for name in names if not (folder / name).exists()]:
+        raise KdjaxError(f"{folder} lacks {len(absent)} of {len(names)} shards ({', '.join(absent)}): download them")
+    return [folder / name for name in names], weight_map
+
+
+def _missing_bytes(shard: pathlib.Path) -> int:
+    """How many bytes a truncated file lacks, by its own header; 0 where the header itself is unreadable."""
+    with shard.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = shard.stat().st_size
+        if length > size - 8:
+            return 8 + length - size
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return 0
+    return max(0, 8 + length + max(ends, default=0) - size)
+
+
+class TensorFolder:
+    """Names, shapes and dtypes of all tensors of a checkpoint; data is read one tensor at a time.
+
+    Files are memory-mapped, so an open folder costs no memory until a tensor is read. `prefix` is taken off names that
+    have it; names that start with one of `skip` are left out and counted in `skipped`.
+
+    Raises:
+        KdjaxError: no checkpoint, a shard that is absent, truncated or damaged, or an index that disagrees with it.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, prefix: str = "", skip: tuple[str, ...] = ()):
+        self.folder = pathlib.Path(folder)
+        shards, weight_map = _shards(self.folder)
+        self.tensors: dict[str, Stored] = {}
+        self.skipped = 0
+        self._sources: dict[str, tuple[Any, str]] = {}
+        seen = set()
+        for shard in shards:
+            try:
+                handle = safe_open(shard, framework="np")
+            except (SafetensorError, OSError) as error:
+                missing = _missing_bytes(shard)
+                reason = f"is truncated, {missing} bytes are missing" if missing else f"is damaged ({error})"
+                raise KdjaxError(f"{shard} {reason}: download it again") from None
+            for name in handle.keys():  # noqa: SIM118  the handle is not iterable
+                if weight_map is not None and weight_map.get(name) != shard.name:
+                    continue
+                seen.add(name)
+                if name.startswith(skip):
+                    self.skipped += 1
+                    continue
+                bare = name.removeprefix(prefix)
+                if bare in self.tensors:
+                    raise KdjaxError(f"{shard} holds {name} a second time: remove one of the copies")
+                part = handle.get_slice(name)
+                self.tensors[bare] = Stored(tuple(part.get_shape()), (part.get_dtype(),))
+                self._sources[bare] = (handle, name)
+        if weight_map is not None and (lost := sorted(set(weight_map) - seen)):
+            raise KdjaxError(
+                f"{self.folder / INDEX} names {len(lost)} tensors that their shards lack ({_some(lost)}): "
+                "download index and shards of one revision"
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        handle, stored_name = self._sources[name]
+        return handle.get_tensor(stored_name)
+
+    def check(self, expected: dict[str, Stored]) -> None:
+        """Compare names, shapes and dtypes with `expected` and report every difference in one error."""
+        both = sorted(expected.keys() & self.tensors.keys())
+        problems = {
+            "missing": sorted(expected.keys() - self.tensors.keys()),
+            "unexpected": sorted(self.tensors.keys() - expected.keys()),
+            "of another shape": [
+                f"{name} is {list(self.tensors[name].shape)}, expected {list(expected[name].shape)}"
+                for name in both
+                if self.tensors[name].shape != expected[name].shape
+            ],
+            "of another dtype": [
+                f"{name} is {self.tensors[name].dtypes[0]}, expected {' or '.join(expected[name].dtypes)}"
+                for name in both
+                if self.tensors[name].dtypes[0] not in expected[name].dtypes
+            ],
+        }
+        if found := [f"{len(names)} {kind} ({_some(names)})" for kind, names in problems.items() if names]:
+            raise KdjaxError(
+                f"{self.folder} does not hold what its config.json describes: tensors {'; '.join(found)}: "
+                "use config.json and weights of one revision"
+            )
+
+
+def _some(names: list[str], limit: int = 6) -> str:
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+
+
+def write_folder(
+    folder: str | pathlib.Path,
+    expected: dict[str, Stored],
+    read: Callable[[str], np.ndarray],
+    max_shard_bytes: int | None,
+) -> None:
+    """Write all `expected` tensors, in that order, `read` one at a time; one shard is in memory at once.
+
+    One `model.safetensors` if everything fits in `max_shard_bytes` (None: no limit), else numbered shards and an
+    index as Hugging Face writes them.
+
+    Raises:
+        KdjaxError: the folder already holds weights, which the new ones would mix with.
+    """
+    folder = pathlib.Path(folder)
+    if stale := sorted(path.name for path in folder.glob("*.safetensors*")):
+        raise KdjaxError(f"{folder} already holds weights ({_some(stale)}): give an empty folder or remove them")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, stored in expected.items():
+        if shards[-1] and max_shard_bytes is not None and filled + stored.nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += stored.nbytes
+    # Kimi's own naming: five digits for the shard, six for the total.
+    files = [f"model-{i:05d}-of-{len(shards):06d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = [SINGLE]
+    for file, names in zip(files, shards, strict=True):
+        # transformers refuses files without this metadata.
+        save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(stored.nbytes for stored in expected.values())},
+            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def sha256(folder: str | pathlib.Path) -> str:
+    """One hash over `config.json` and every weight file of a checkpoint, to tell revisions of one name apart."""
+    folder = pathlib.Path(folder)
+    shards, _ = _shards(folder)
+    total = hashlib.sha256()
+    for path in (folder / "config.json", *shards):
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()

@@ -1,0 +1,62 @@
+"""How a model is run: the choices that are not in the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+import msgspec
+from jax import lax
+
+import pallas_kernels.numerics
+from kdjax.errors import KdjaxError
+
+Dtype = Literal["float32", "bfloat16"]
+Backend = Literal["xla"]
+ExpertWeights = Literal["packed", "dequantized"]
+Mla = Literal["absorbed", "materialised"]
+
+
+class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numerics and kernels of one run, chosen once. Hashable, so it can be a static argument of `jax.jit`.
+
+    Attributes:
+        compute_dtype: dtype of activations and of unquantised weights. float32 is the exactness mode: bf16 weights are
+            widened once, at load, and matmuls run in full float32.
+        cache_dtype: dtype of KV cache rows.
+        backend: implementation of the ops of `pallas_kernels`.
+        expert_weights: "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them to
+            `compute_dtype` once, at load (8 times the memory in float32).
+        mla: "absorbed" attends in the latent space; "materialised" expands keys and values of every head, as a check.
+    """
+
+    compute_dtype: Dtype
+    cache_dtype: Dtype
+    backend: Backend = "xla"
+    expert_weights: ExpertWeights = "packed"
+    mla: Mla = "absorbed"
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("compute_dtype", Dtype),
+            ("cache_dtype", Dtype),
+            ("backend", Backend),
+            ("expert_weights", ExpertWeights),
+            ("mla", Mla),
+        ):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise KdjaxError(
+                    f"Runtime {name}={value!r} is not supported: use one of {', '.join(get_args(choices))}"
+                )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def precision(self) -> lax.Precision:
+        return pallas_kernels.numerics.precision(self.dtype)
+
+
+CPU_EXACT = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="dequantized")
+"""The exactness mode on CPU: float32 throughout, experts expanded at load."""
