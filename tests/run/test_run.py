@@ -1,0 +1,79 @@
+import json
+import pathlib
+import subprocess
+
+import pytest
+
+from kdjax.config import GenerateConfig, load
+from kdjax.errors import KdjaxError
+from kdjax.run import RunFolder, provenance
+from kdjax.run.provenance import HASHED_WHOLE, fingerprint, git_revision
+
+
+def test_folder_holds_the_resolved_config_and_what_was_measured(tmp_path):
+    config = load(GenerateConfig, None, ["decode.budget=7"])
+    folder = RunFolder.create(tmp_path / "deep" / "run", config)
+    assert load(GenerateConfig, folder.path / "config.toml") == config
+    folder.log({"stream": 0})
+    folder.log({"stream": 1, "text": "é\n"})
+    folder.write("summary.json", {"tau_micro": 2.5})
+    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"stream": 0}, {"stream": 1, "text": "é\n"}]
+    assert json.loads((folder.path / "summary.json").read_text()) == {"tau_micro": 2.5}
+    assert not list(folder.path.glob("*.part"))
+
+
+def test_a_run_is_never_overwritten(tmp_path):
+    RunFolder.create(tmp_path, GenerateConfig())
+    with pytest.raises(KdjaxError, match="already holds a run: give another folder or remove this one"):
+        RunFolder.create(tmp_path, GenerateConfig())
+    (tmp_path / "file").touch()
+    with pytest.raises(KdjaxError, match="cannot write the run folder"):
+        RunFolder.create(tmp_path / "file" / "run", GenerateConfig())
+
+
+def test_fingerprint_changes_with_name_and_content(tmp_path):
+    file = tmp_path / "config.json"
+    seen = set()
+    for name, content in (("config.json", b"a"), ("config.json", b"b"), ("other.json", b"b")):
+        file.unlink(missing_ok=True)
+        file = tmp_path / name
+        file.write_bytes(content)
+        seen.add(fingerprint(tmp_path))
+    assert len(seen) == 3
+
+
+def test_fingerprint_of_a_large_file_reads_its_head_and_size(tmp_path):
+    shard = tmp_path / "model.safetensors"
+    with shard.open("wb") as file:
+        file.truncate(HASHED_WHOLE + 1)
+    sparse = fingerprint(tmp_path)
+    with shard.open("r+b") as file:
+        file.write(b"header")
+    assert fingerprint(tmp_path) != sparse
+
+
+def test_provenance_is_json_with_versions_devices_and_checkpoints(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    record = json.loads(json.dumps(provenance({"target": tmp_path}, backend="xla")))
+    assert record["versions"]["jax"] and record["devices"][0].startswith("cpu:") and record["backend"] == "xla"
+    assert len(record["checkpoints"]["target"]["fingerprint"]) == 64
+
+
+def test_git_revision_tells_a_dirty_tree(tmp_path):
+    assert git_revision(tmp_path) is None
+
+    def git(*args):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    file = pathlib.Path(tmp_path / "a.txt")
+    file.write_text("1")
+    git("add", "a.txt")
+    git("commit", "-m", "one")
+    clean = git_revision(tmp_path)
+    assert clean is not None and len(clean["commit"]) == 40 and not clean["dirty"]
+    file.write_text("2")
+    dirty = git_revision(tmp_path)
+    assert dirty is not None and dirty["dirty"]
