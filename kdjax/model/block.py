@@ -1,0 +1,29 @@
+"""One pre-norm transformer layer."""
+
+from __future__ import annotations
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kdjax.config import ModelConfig
+from kdjax.model.experts import MLP, MoE
+from kdjax.model.mla import MLA, Step
+from kdjax.model.norm import RMSNorm
+from kdjax.model.runtime import Runtime
+
+
+class Block(nnx.Module):
+    def __init__(self, config: ModelConfig, layer: int, runtime: Runtime):
+        c = config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, runtime.dtype)
+        self.self_attn = MLA(c, runtime)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, runtime.dtype)
+        self.mlp = MoE(c, runtime) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size, runtime.dtype)
+
+    def __call__(
+        self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
+    ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
+        """The residual stream after the layer, and the layer's cache rows with those of `x` appended."""
+        attended, rows = self.self_attn(self.input_layernorm(x), rows, step)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), rows

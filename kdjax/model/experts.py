@@ -1,0 +1,83 @@
+"""Feed-forward parts: the dense SwiGLU MLP and the mixture of routed experts with a shared one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from kdjax.config import ModelConfig
+from kdjax.errors import KdjaxError
+from kdjax.model.int4 import Int4
+from kdjax.model.linear import Linear
+from kdjax.model.router import Router
+from kdjax.model.runtime import Runtime
+from pallas_kernels.int4_experts import dense_experts, int4_experts
+
+
+class MLP(nnx.Module):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, hidden: int, inner: int, dtype: jnp.dtype):
+        self.gate_proj = Linear(hidden, inner, dtype)
+        self.up_proj = Linear(hidden, inner, dtype)
+        self.down_proj = Linear(inner, hidden, dtype)
+
+    def __call__(self, x: Float[Array, "*lead hidden"]) -> Float[Array, "*lead hidden"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ExpertMatrix(nnx.Module):
+    """One projection, all routed experts: [experts, out, in]. INT4 where the checkpoint has it and it stays packed."""
+
+    def __init__(self, config: ModelConfig, out: int, width: int, runtime: Runtime):
+        n, int4 = config.n_routed_experts, config.experts_int4
+        if int4 is None or runtime.expert_weights == "dequantized":
+            self.weight = nnx.Param(jnp.zeros((n, out, width), runtime.dtype))
+        else:
+            packed = jnp.zeros((n, out, -(-width // 8)), jnp.uint32)
+            scale = jnp.zeros((n, out, -(-width // int4.group_size)), jnp.bfloat16)
+            self.weight = nnx.Param(Int4(packed, scale, width, int4.group_size))
+
+
+class Experts(nnx.Module):
+    def __init__(self, config: ModelConfig, runtime: Runtime):
+        self.runtime = runtime
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        self.gate_proj = ExpertMatrix(config, inner, hidden, runtime)
+        self.up_proj = ExpertMatrix(config, inner, hidden, runtime)
+        self.down_proj = ExpertMatrix(config, hidden, inner, runtime)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        indices: Int32[Array, "tokens top_k"],
+        weights: Float32[Array, "tokens top_k"],
+    ) -> Float[Array, "tokens hidden"]:
+        matrices = [m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj)]
+        packed = [m for m in matrices if isinstance(m, Int4)]
+        if not packed:
+            return dense_experts(x, indices, weights, *matrices, backend=self.runtime.backend)
+        if len(packed) < len(matrices) or len({m.group_size for m in packed}) > 1:
+            raise KdjaxError("gate_proj, up_proj and down_proj of the experts differ in format: quantise all or none")
+        arrays = [a for m in packed for a in (m.packed, m.scale)]
+        return int4_experts(x, indices, weights, *arrays, group_size=packed[0].group_size, backend=self.runtime.backend)
+
+
+class MoE(nnx.Module):
+    """sum_k w_k expert_k(x) + shared(x)."""
+
+    def __init__(self, config: ModelConfig, runtime: Runtime):
+        self.gate = Router(config, runtime)
+        self.experts = Experts(config, runtime)
+        inner = config.moe_intermediate_size * config.n_shared_experts
+        self.shared_experts = MLP(config.hidden_size, inner, runtime.dtype) if inner else None
+
+    def __call__(self, x: Float[Array, "slots q hidden"]) -> Float[Array, "slots q hidden"]:
+        tokens = x.reshape(-1, x.shape[-1])
+        indices, weights = self.gate(tokens)
+        y = self.experts(tokens, indices, weights)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
+        return y.reshape(x.shape)

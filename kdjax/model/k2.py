@@ -1,0 +1,140 @@
+"""The Kimi K2 text model as pure functions: params in, arrays out.
+
+Flax NNX modules describe the structure; they are built under `nnx.eval_shape` and never hold a value. The public
+artefact is a plain nested dict of arrays whose names are those of the Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from kdjax.config import ModelConfig
+from kdjax.errors import KdjaxError
+from kdjax.model import rope
+from kdjax.model.block import Block
+from kdjax.model.cache import KVCache
+from kdjax.model.linear import Linear
+from kdjax.model.mla import Step
+from kdjax.model.norm import RMSNorm
+from kdjax.model.runtime import Runtime
+
+Params = dict[str, Any]
+
+
+class Embedding(nnx.Module):
+    def __init__(self, vocab: int, hidden: int, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((vocab, hidden), dtype))
+
+
+class K2(nnx.Module):
+    def __init__(self, config: ModelConfig, runtime: Runtime):
+        c, dtype = config, runtime.dtype
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype)
+        self.layers = nnx.List([Block(c, i, runtime) for i in range(c.num_hidden_layers)])
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _split(config: ModelConfig, runtime: Runtime) -> tuple[Any, Any]:
+    """The graph definition and the abstract state."""
+    return nnx.split(nnx.eval_shape(lambda: K2(config, runtime)))
+
+
+def abstract_params(config: ModelConfig, runtime: Runtime) -> Params:
+    """The params as `jax.ShapeDtypeStruct` leaves (INT4 matrices as `Int4` of them): what a loader must deliver."""
+    return nnx.to_pure_dict(_split(config, runtime)[1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """Result of `forward`.
+
+    Attributes:
+        hidden: [slots, q, hidden], after the final norm.
+        taps: [slots, q, len(taps) * hidden], un-normed residual streams in the order asked for.
+        cache: with the new rows appended, lengths not advanced.
+    """
+
+    hidden: Any
+    taps: Any
+    cache: KVCache
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int32[Array, "slots q"],
+    positions: Int32[Array, "slots q"],
+    cache: KVCache,
+    *,
+    ancestors: Bool[Array, "slots q q"] | None = None,
+    n_valid: Int32[Array, "slots"] | None = None,
+    taps: tuple[int, ...] = (),
+    runtime: Runtime,
+) -> Forward:
+    """One pass over `q` new tokens per slot, on top of the committed rows of `cache`.
+
+    Args:
+        params: see `abstract_params`.
+        config: static.
+        tokens: ids; those at i >= n_valid[s] are padding and influence no other token.
+        positions: rotary positions (start + depth in a tree; siblings share one).
+        cache: its rows from `lengths[s]` on are overwritten by those of the new tokens.
+        ancestors: `ancestors[s, i, j]`: token i sees token j (itself included). None is the causal chain.
+        n_valid: tokens that count, per slot. None is all of them.
+        taps: layers whose residual output is wanted, 0-based, concatenated in the given order.
+        runtime: static.
+
+    Returns:
+        hidden after the final norm, the taps, and the cache with the new rows appended.
+
+    Raises:
+        KdjaxError: a tap layer does not exist.
+    """
+    if bad := [i for i in taps if not 0 <= i < config.num_hidden_layers]:
+        raise KdjaxError(f"tap layers {bad} do not exist: the model has layers 0 to {config.num_hidden_layers - 1}")
+    model = nnx.merge(_split(config, runtime)[0], params)
+    if ancestors is not None and n_valid is not None:
+        valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < n_valid[:, None]
+        ancestors = ancestors & valid[:, None, :]
+    inv_freq = rope.inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
+    cos, sin = rope.cos_sin(positions, inv_freq, rope.amplitude(config.rope_scaling))
+    step = Step(cos, sin, cache.lengths, ancestors)
+
+    x = embed(params, tokens, runtime)
+    latent, tapped = [], {}
+    for i, block in enumerate(model.layers):
+        with jax.named_scope(f"layer_{i}"):
+            x, rows = block(x, cache.latent[i], step)
+        latent.append(rows)
+        if i in taps:
+            tapped[i] = x
+    tap_features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else x[..., :0]
+    return Forward(model.norm(x), tap_features, KVCache(tuple(latent), cache.lengths))
+
+
+def embed(params: Params, tokens: Int32[Array, "*lead"], runtime: Runtime) -> Float[Array, "*lead hidden"]:
+    """Rows of embed_tokens in the compute dtype, unscaled. Ids are checked by the caller; padding may be any id."""
+    return jnp.take(params["embed_tokens"]["weight"], tokens, axis=0, mode="clip").astype(runtime.dtype)
+
+
+def logits(
+    params: Params, config: ModelConfig, hidden: Float[Array, "*lead hidden"], runtime: Runtime
+) -> Float32[Array, "*lead vocab"]:
+    """lm_head of a final-normed hidden state, accumulated and returned in float32."""
+    weight = params["lm_head"]["weight"]
+    if weight.shape != (config.vocab_size, config.hidden_size):
+        raise KdjaxError(
+            f"lm_head.weight is {weight.shape}, the config says {(config.vocab_size, config.hidden_size)}: "
+            "use the config of this checkpoint"
+        )
+    return jnp.einsum("...d,vd->...v", hidden, weight, precision=runtime.precision, preferred_element_type=jnp.float32)

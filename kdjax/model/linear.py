@@ -1,0 +1,24 @@
+"""Bias-free linear layers over dense or INT4 weights, stored [out, in] as in the checkpoint."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kdjax.model.int4 import Int4, dequantize
+from pallas_kernels.numerics import precision
+
+
+def linear(x: Float[Array, "*lead width"], weight: Float[Array, "out width"] | Int4) -> Float[Array, "*lead out"]:
+    """x @ weight^T in the dtype of `x`."""
+    dense = dequantize(weight, x.dtype) if isinstance(weight, Int4) else weight
+    return jnp.einsum("...i,oi->...o", x, dense, precision=precision(x.dtype))
+
+
+class Linear(nnx.Module):
+    def __init__(self, width: int, out: int, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((out, width), dtype))
+
+    def __call__(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead out"]:
+        return linear(x, self.weight.get_value())

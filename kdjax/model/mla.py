@@ -1,0 +1,113 @@
+"""Multi-head latent attention (DeepSeek-V2 section 2.1), absorbed for decoding, materialised as a check."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from kdjax.config import ModelConfig
+from kdjax.model import cache as kv
+from kdjax.model import rope
+from kdjax.model.linear import Linear
+from kdjax.model.norm import RMSNorm
+from kdjax.model.runtime import Runtime
+from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.reference import visibility
+
+
+class Step(NamedTuple):
+    """What every layer of one forward shares."""
+
+    cos: Float[Array, "slots q half"]
+    sin: Float[Array, "slots q half"]
+    lengths: Int32[Array, "slots"]
+    ancestors: Bool[Array, "slots q q"] | None
+
+
+class MLA(nnx.Module):
+    def __init__(self, config: ModelConfig, runtime: Runtime):
+        c, dtype = config, runtime.dtype
+        self.config, self.runtime = config, runtime
+        self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank, dtype)
+        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, dtype)
+        self.q_b_proj = Linear(c.q_lora_rank, c.num_attention_heads * c.qk_head_dim, dtype)
+        self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.latent_dim, dtype)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, dtype)
+        self.kv_b_proj = Linear(c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), dtype)
+        self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, dtype)
+
+    def __call__(
+        self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
+    ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
+        """Attention output, and the layer's cache rows with those of `x` appended at `step.lengths`."""
+        c = self.config
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.reshape(*x.shape[:2], c.num_attention_heads, c.qk_head_dim)
+        q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
+        per_head = (*x.shape[:2], c.num_attention_heads, c.qk_rope_head_dim // 2)
+        cos, sin = (jnp.broadcast_to(a[:, :, None, :], per_head) for a in (step.cos, step.sin))
+        q_rope = rope.rotate_interleaved(q_rope, cos, sin)
+
+        compressed = self.kv_a_proj_with_mqa(x)
+        latent = self.kv_a_layernorm(compressed[..., : c.kv_lora_rank])
+        k_rope = rope.rotate_interleaved(compressed[..., c.kv_lora_rank :], step.cos, step.sin)
+        rows = kv.append(rows, jnp.concatenate([latent, k_rope], axis=-1), step.lengths)
+
+        attend = self.absorbed if self.runtime.mla == "absorbed" else self.materialised
+        out = attend(q_nope, q_rope, rows, step)
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), rows
+
+    def up_projections(self) -> tuple[Float[Array, "heads nope rank"], Float[Array, "heads v rank"]]:
+        """W_UK and W_UV, the two halves of kv_b_proj."""
+        c = self.config
+        w = self.kv_b_proj.weight.get_value().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+        return w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :]
+
+    def absorbed(
+        self,
+        q_nope: Float[Array, "slots q heads nope"],
+        q_rope: Float[Array, "slots q heads rope"],
+        rows: Float[Array, "slots rows width"],
+        step: Step,
+    ) -> Float[Array, "slots q heads v"]:
+        """W_UK moves to the query and W_UV behind the softmax: no per-head key or value of the prefix exists."""
+        w_uk, w_uv = self.up_projections()
+        p = self.runtime.precision
+        o_latent = tree_attention(
+            jnp.einsum("sqhn,hnr->sqhr", q_nope, w_uk, precision=p),
+            q_rope,
+            rows,
+            step.lengths,
+            step.ancestors,
+            scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
+            backend=self.runtime.backend,
+        )
+        return jnp.einsum("sqhr,hvr->sqhv", o_latent, w_uv, precision=p)
+
+    def materialised(
+        self,
+        q_nope: Float[Array, "slots q heads nope"],
+        q_rope: Float[Array, "slots q heads rope"],
+        rows: Float[Array, "slots rows width"],
+        step: Step,
+    ) -> Float[Array, "slots q heads v"]:
+        """Keys and values of every head, expanded for the whole cache; one masked softmax in float32."""
+        w_uk, w_uv = self.up_projections()
+        p, rank, q = self.runtime.precision, self.config.kv_lora_rank, q_nope.shape[1]
+        latent, k_rope = rows[..., :rank].astype(q_nope.dtype), rows[..., rank:].astype(q_nope.dtype)
+        k_nope = jnp.einsum("scr,hnr->shcn", latent, w_uk, precision=p)
+        value = jnp.einsum("scr,hvr->shcv", latent, w_uv, precision=p)
+        scores = jnp.einsum("sqhn,shcn->sqhc", q_nope, k_nope, precision=p, preferred_element_type=jnp.float32)
+        scores += jnp.einsum("sqhp,scp->sqhc", q_rope, k_rope, precision=p, preferred_element_type=jnp.float32)
+        scores *= rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling)
+        ancestors = step.ancestors
+        if ancestors is None:
+            ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((q, q), bool)), (rows.shape[0], q, q))
+        seen = visibility(step.lengths, ancestors, rows.shape[1])[:, :, None, :]
+        scores = jnp.where(seen, scores, -jnp.inf)
+        weight = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+        weight /= jnp.sum(weight, axis=-1, keepdims=True)
+        return jnp.einsum("sqhc,shcv->sqhv", weight.astype(value.dtype), value, precision=p)
