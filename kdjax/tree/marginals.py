@@ -1,0 +1,55 @@
+"""Top tokens and log-probabilities of every draft depth, also where the vocabulary is split over a mesh axis."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def top_k(logits: Float[Array, "*rows vocab"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """The k largest logits in falling order with their token ids, lowest id first among equal ones."""
+    # top_k orders -0.0 below 0.0, which would break a tie that the tree's definition leaves to the token id.
+    values, ids = lax.top_k(jnp.where(logits == 0, jnp.zeros_like(logits), logits), k)
+    return values, ids.astype(jnp.int32)
+
+
+def merge_top_k(
+    values: Float[Array, "*rows n"], ids: Int[Array, "*rows n"], k: int
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """The first k of the gathered lists of several vocabulary shards, by (logit falling, global token id rising)."""
+    costs, merged = lax.sort((-values, ids), num_keys=2)
+    return -costs[..., :k], merged[..., :k]
+
+
+def sharded_top_k(
+    logits: Float[Array, "*rows shard"], k: int, axis_name: str
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """`top_k` of a vocabulary split over `axis_name` in order of id; called inside `shard_map`, equal on every shard.
+
+    Each shard sends at most k values and ids, so the whole row never crosses the mesh. k may exceed a shard's width.
+    """
+    width = logits.shape[-1]
+    values, ids = top_k(logits, min(k, width))
+    ids = ids + lax.axis_index(axis_name).astype(jnp.int32) * width
+    axis = values.ndim - 1
+    gathered = (lax.all_gather(x, axis_name, axis=axis, tiled=True) for x in (values, ids))
+    return merge_top_k(*gathered, k)
+
+
+def log_normaliser(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows"]:
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+def marginals(
+    logits: Float[Array, "slots depth vocab"], k: int
+) -> tuple[Float[Array, "slots depth k"], Int[Array, "slots depth k"]]:
+    """Log-probabilities (float32) and token ids of the k most likely tokens per depth, lowest id first on ties.
+
+    lp = float32(logit) - float32(logsumexp), both rounded before the subtraction as in the DDTree reference code: sums
+    of such values are exact, so that nodes of equal score stay equal.
+    """
+    logits = logits.astype(jnp.float32)
+    values, ids = top_k(logits, k)
+    return values - log_normaliser(logits)[..., None], ids
