@@ -76,6 +76,7 @@ MOE_GATE = tuple(
 )
 E2E_TEACHER = ("e2e_teacher_p0", "e2e_teacher_p2")
 E2E = ("e2e_random_drafter_p0", *E2E_TEACHER)
+E2E_RUNS = [(name, run) for name in E2E for run in ("0", "4", "8", "16", "chain")] + [(E2E[0], "64")]
 
 
 class Prompt(NamedTuple):
@@ -134,3 +135,26 @@ def yarn_parameters(case: Oracle) -> tuple[float, dict[str, Any]]:
     if "mscale" not in parameters:
         parameters["attention_factor"] = case.meta["cos_sin_amplitude"]
     return theta, parameters
+
+
+def runs(case: Oracle) -> dict[str, dict[str, Any]]:
+    """The recorded runs of an e2e case by key: a budget, or "chain"."""
+    return case.meta["runs"]
+
+
+def tree_is_determined(round_: dict[str, Any]) -> bool:
+    """Whether the tree of a recorded round survives float32 noise in the draft logits.
+
+    It does if all scores came from one stored table (no gaps recorded: a chain or a root), or if successive scores are
+    further apart than two correct implementations are; a tie between nodes of a stored table is exact, hence 0 passes.
+    """
+    gap = round_.get("min_gap_between_successive_scores")
+    return gap is None or gap == 0 or gap > 1e-4
+
+
+def round_logits(case: Oracle, run: str, round_: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Draft [depth, vocab] and verify [rows, vocab] logits (root first), stored for three rounds of 16 and chain."""
+    prefix = f"b{run}.round{round_}"
+    if f"{prefix}.draft_logits" not in case.expected:
+        return None
+    return case.expected[f"{prefix}.draft_logits"], case.expected[f"{prefix}.verify_logits"]

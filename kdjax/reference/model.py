@@ -39,7 +39,8 @@ class Forward(NamedTuple):
 
     def taps(self, layers: tuple[int, ...]) -> Float64[np.ndarray, "q taps"]:
         """What the drafter reads: the streams after the given layers, side by side in that order."""
-        return np.concatenate([self.residual[i] for i in layers], axis=-1)
+        streams = self.residual[np.array(layers, int)]
+        return np.moveaxis(streams, 0, 1).reshape(streams.shape[1], -1)
 
 
 def empty_cache(config: ModelConfig) -> Float64[np.ndarray, "layers rows latent"]:

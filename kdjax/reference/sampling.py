@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int, UInt32
 
+from kdjax.errors import KdjaxError
+
 KEY_WORD = 0x6B646A78  # "kdjx" in ASCII: keeps this stream apart from other uses of the same seed
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
@@ -81,6 +83,8 @@ def kept(logits: Float[np.ndarray, "vocab"], sampling: Sampling) -> Bool[np.ndar
 
 def sample(logits: Float[np.ndarray, "vocab"], sampling: Sampling, seed: int, position: int) -> int:
     """The token at absolute `position`: argmax at temperature 0, else Gumbel-max over kept ones; lowest id on ties."""
+    if np.isnan(logits).any():
+        raise KdjaxError(f"logits of position {position} contain NaN: check the weights and the input of the model")
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     scores = logits.astype(np.float64) / sampling.temperature + gumbel(seed, position, np.arange(len(logits)))

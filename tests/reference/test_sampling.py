@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from kdjax.errors import KdjaxError
 from kdjax.reference import sampling
 from kdjax.reference.sampling import Sampling
 
@@ -59,6 +60,12 @@ def test_filters_keep_what_they_say():
     assert kept_ids(p, min_p=0.4) == [1, 2, 3]
     assert kept_ids(p, min_p=1.0) == [1]
     assert kept_ids(p, top_k=4, top_p=0.7, min_p=0.1) == [1, 2, 3]
+
+
+def test_nan_logits_are_refused():
+    for temperature in (0.0, 1.0):
+        with pytest.raises(KdjaxError, match="position 12 contain NaN"):
+            sampling.sample(np.array([0.0, np.nan]), Sampling(temperature=temperature), 1, 12)
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie():
