@@ -9,8 +9,7 @@ from kdjax.checkpoint.files import TensorFolder, sha256, write_folder
 from kdjax.checkpoint.hf_config import read_drafter_config, write_drafter_config
 from kdjax.checkpoint.layout import drafter_leaves
 from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_params
-from kdjax.config import DrafterConfig, ModelConfig
-from kdjax.drafter.fit import check_fit
+from kdjax.config import DrafterConfig, ModelConfig, ModelPair
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
 
@@ -32,7 +31,7 @@ def load_drafter(
         KdjaxError: an unsupported config, a drafter for another target, damaged files, or another hash.
     """
     config = read_drafter_config(path)
-    check_fit(config, target_config)
+    ModelPair(target=target_config, drafter=config)
     if expected_sha256 is not None and (found := sha256(path)) != expected_sha256:
         raise KdjaxError(f"{path} has sha256 {found}, expected {expected_sha256}: use the pinned revision")
     return Drafter(config, load_params(TensorFolder(path), list(drafter_leaves(config)), runtime))

@@ -127,10 +127,18 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
+        if self.mask_token_id >= self.vocab_size:
+            raise KdjaxError(
+                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: use a row of it"
+            )
         if bad := [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]:
             raise KdjaxError(
                 f"target_layer_ids {bad} lie outside the target's {self.num_target_layers} layers: ids are 0-based"
             )
+
+    def window(self, layer: int) -> int | None:
+        """How far back a query of this layer sees context keys (distance < window); None sees all."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def causal_in_block(self, layer: int) -> bool:
         return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal

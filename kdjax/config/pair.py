@@ -23,4 +23,7 @@ class ModelPair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ("num_hidden_layers", self.drafter.num_target_layers),
         ):
             if mine != (theirs := getattr(self.target, name)):
-                raise KdjaxError(f"the drafter is made for a target of {name} {mine}, but target.{name} = {theirs}")
+                raise KdjaxError(
+                    f"the drafter is made for a target of {name} {mine}, but target.{name} = {theirs}: "
+                    "use the drafter that was trained for this target"
+                )

@@ -189,6 +189,7 @@ def test_absent_drafter_keys_are_named(tmp_path, key):
         ("is_causal", "yes", "true or false"),
         ("dflash_config.target_layer_ids", [0, 3], "outside the target's 3 layers"),
         ("dflash_config.mask_token_id", -1, "at least 0"),
+        ("dflash_config.mask_token_id", 64, "mask_token_id=64 is outside the vocabulary of 64"),
         ("rope_parameters.rope_type", "longrope", "longrope"),
         ("attention_bias", True, "only false"),
     ],
