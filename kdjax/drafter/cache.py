@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ class DraftCache:
     stacked array would copy a whole layer, capacity included, in every draft.
     """
 
-    k: tuple[Float[Array, "slots rows kv_heads head_dim"], ...]
-    v: tuple[Float[Array, "slots rows kv_heads head_dim"], ...]
+    # Any: as a pytree it also carries argument infos and shardings in place of its arrays.
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
 
     @classmethod
     def empty(cls, config: DrafterConfig, slots: int, capacity: int, dtype: str | jnp.dtype) -> DraftCache:

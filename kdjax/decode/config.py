@@ -1,0 +1,96 @@
+"""What is asked of a decoder: how it decodes (compiled in) and the requests (data)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kdjax.config import ModelConfig
+from kdjax.decode.sampling import Sampling
+from kdjax.errors import KdjaxError
+
+Mode = Literal["tree", "chain", "autoregressive"]
+
+MAX_STOP_TOKENS = 16
+"""Stop ids per request that a compiled program has room for."""
+
+
+class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drafted and chosen. Hashable; every field is compiled into the decode program.
+
+    `budget` counts tree nodes without the root. A chain drafts min(budget, block_size - 1) tokens; autoregressive
+    decoding none. `rounds_per_call` is the number of verify rounds between two looks of the host; `prefill_chunk`
+    counts prompt tokens per forward.
+    """
+
+    mode: Mode = "tree"
+    budget: int = 15
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    rounds_per_call: int = 16
+    prefill_chunk: int = 64
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("tree", "chain", "autoregressive"):
+            raise KdjaxError(f"mode={self.mode!r} is unknown: use tree, chain or autoregressive")
+        if self.budget < 0:
+            raise KdjaxError(f"budget={self.budget} is negative: use 0 for autoregressive decoding")
+        for name in ("rounds_per_call", "prefill_chunk"):
+            if (value := getattr(self, name)) < 1:
+                raise KdjaxError(f"{name}={value} must be at least 1")
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One stream. The tokens depend on these fields and the decode config alone, not on slot or batch.
+
+    `budget` lowers the tree budget of this request; None is the decoder's. A stop token is emitted and ends the stream.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    budget: int | None = None
+
+
+def check_request(request: Request, index: int, model: ModelConfig, context: int, budget: int) -> None:
+    """Raises KdjaxError where the request cannot run. `context` is tokens per slot, `budget` the compiled limit."""
+    where = f"request {index}"
+    prompt = len(request.prompt_ids)
+    if not prompt:
+        raise KdjaxError(f"{where}: the prompt is empty: give at least one token, such as the BOS token")
+    if request.max_new_tokens < 1:
+        raise KdjaxError(f"{where}: max_new_tokens={request.max_new_tokens} must be at least 1")
+    if prompt >= context:
+        raise KdjaxError(f"{where}: the prompt has {prompt} tokens, the context holds {context}: shorten the prompt")
+    if prompt + request.max_new_tokens > context:
+        raise KdjaxError(
+            f"{where}: {prompt} prompt tokens and max_new_tokens={request.max_new_tokens} exceed the context of "
+            f"{context}: lower max_new_tokens to {context - prompt}"
+        )
+    for name in ("prompt_ids", "stop_token_ids"):
+        if bad := [token for token in getattr(request, name) if not 0 <= token < model.vocab_size]:
+            raise KdjaxError(
+                f"{where}: {name} has token {bad[0]} outside the vocabulary of {model.vocab_size}: "
+                "use the tokenizer of this checkpoint"
+            )
+    if len(set(request.stop_token_ids)) > MAX_STOP_TOKENS:
+        raise KdjaxError(
+            f"{where}: {len(set(request.stop_token_ids))} stop tokens, at most {MAX_STOP_TOKENS} fit: drop some"
+        )
+    if not 0 <= request.seed < 2**32:
+        raise KdjaxError(f"{where}: seed={request.seed} must lie in [0, 2^32)")
+    if request.budget is not None and not 0 <= request.budget <= budget:
+        raise KdjaxError(
+            f"{where}: budget={request.budget} exceeds the compiled limit of {budget}: lower it or raise the decoder's"
+            if request.budget > budget
+            else f"{where}: budget={request.budget} is negative: use 0 for autoregressive decoding"
+        )
