@@ -60,7 +60,7 @@ def visible(config: DrafterConfig, layer: int, start: int) -> Bool[np.ndarray, "
     query = start + np.arange(config.block_size)[:, None]
     key = np.arange(start + config.block_size)
     sees = np.ones((config.block_size, len(key)), bool)
-    if config.layer_types[layer] == "sliding_attention":
+    if config.layer_types[layer] == "sliding_attention" and config.sliding_window is not None:
         sees &= (key >= start) | (query - key < config.sliding_window)
     if config.causal_in_block(layer):
         sees &= key <= query

@@ -133,14 +133,13 @@ def mla(
     kv_b = p["kv_b_proj"]["weight"].reshape(heads, nope + config.v_head_dim, rank)
     w_uk, w_uv = kv_b[:, :nope], kv_b[:, nope:]
     if attention == "materialised":
-        keys, values = einsum("tr,hnr->htn", c, w_uk), einsum("tr,hvr->htv", c, w_uv)
-        scores = einsum("qhn,htn->hqt", q_nope, keys)
+        scores = einsum("qhn,htn->hqt", q_nope, einsum("tr,hnr->htn", c, w_uk))
     else:
         scores = einsum("qhn,hnr->hqr", q_nope, w_uk) @ c.T
     scores = scores + einsum("qhp,tp->hqt", q_pe, k_pe)
     weights = softmax(np.where(visible, scores * softmax_scale(config), -np.inf))
     if attention == "materialised":
-        out = einsum("hqt,htv->qhv", weights, values)
+        out = einsum("hqt,htv->qhv", weights, einsum("tr,hvr->htv", c, w_uv))
     else:
         out = einsum("hqr,hvr->qhv", weights @ c, w_uv)
     return linear(p["o_proj"], out.reshape(len(x), -1)), rows

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 
@@ -27,6 +28,15 @@ def test_drafter_matches_its_golden_steps(oracle, drafter, name):
     for kind, rows in (("k", context.k), ("v", context.v)):
         for layer in (0, config.num_hidden_layers - 1):
             tolerances.DRAFTER.check(rows[layer], step.expected[f"ctx_{kind}.{layer}"])
+
+
+def test_a_window_narrower_than_the_block_limits_the_context_only(drafter):
+    config, _ = drafter("dflash_swa_short_context")
+    narrow = msgspec.structs.replace(config, sliding_window=3, is_causal=False)
+    sliding = config.layer_types.index("sliding_attention")
+    sees = dflash.visible(narrow, sliding, 10)
+    assert sees[:, 10:].all()
+    assert [np.flatnonzero(row[:10]).tolist() for row in sees[:3]] == [[8, 9], [9], []]
 
 
 def test_the_bonus_token_changes_every_draft(oracle, drafter):

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from kdjax.errors import KdjaxError
+from kdjax.reference import model
 from kdjax.reference.loop import DFlash, Target, generate
-from kdjax.reference.sampling import Sampling
+from kdjax.reference.sampling import Sampling, sample
 from tests import oracles, tolerances
 
 LIMIT = 16
@@ -93,6 +94,18 @@ def test_every_mode_writes_the_same_tokens(k2, prompt, sampling):
     assert len(done.rounds) < LIMIT / 2
     useless = generate(k2, random_guesses(vocab, seed), prompt, LIMIT, "tree", 15, sampling, seed)
     assert useless.token_ids == plain.token_ids
+
+
+def test_each_token_is_sampled_at_its_own_position(k2, prompt):
+    """Against the definition: a whole forward over the true prefix per token, no cache, noise of that position."""
+    sampling, ids = Sampling(temperature=1.0), list(prompt)
+    for _ in range(6):
+        out = model.forward(
+            k2.params, k2.config, np.array(ids), np.arange(len(ids)), model.empty_cache(k2.config), None, "materialised"
+        )
+        ids.append(sample(model.logits(k2.params, out.hidden[-1:])[0], sampling, 9, len(ids)))
+    done = generate(k2, random_guesses(512, 0), prompt, 6, "tree", 8, sampling, 9)
+    assert done.token_ids == ids[len(prompt) :]
 
 
 def test_seed_and_temperature_change_the_tokens(k2, prompt):

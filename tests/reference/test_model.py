@@ -1,6 +1,8 @@
+import msgspec
 import numpy as np
 import pytest
 
+from kdjax.config import YarnConfig
 from kdjax.reference import model
 from tests import oracles, tolerances
 
@@ -68,7 +70,7 @@ def test_latent_norms_have_their_own_epsilon(oracle, target):
     """Small latents: rms_norm_eps in their place moves the logits by whole units."""
     config, params = target("hf_k2_b")
     prompt = oracles.prompts(oracle("hf_k2_b"))[0]
-    wrong = type(config)(**{f: getattr(config, f) for f in config.__struct_fields__} | {"latent_norm_eps": 1e-5})
+    wrong = msgspec.structs.replace(config, latent_norm_eps=1e-5)
     out = run((wrong, params), prompt.input_ids)
     assert np.abs(model.logits(params, out.hidden[prompt.rows]) - prompt.expected["logits"]).max() > 1.0
 
@@ -117,6 +119,21 @@ def test_router_matches_transformers(oracle, name):
     dense = np.zeros(logits.shape)
     np.put_along_axis(dense, experts, weights, -1)
     tolerances.GATE_WEIGHTS.check(dense, case.expected["dense_weights"])
+
+
+@pytest.mark.parametrize("name", ["rope_target_tiny", "rope_target_k26"])
+def test_softmax_scale_carries_yarns_temperature(oracle, target, name):
+    case = oracle(name)
+    theta, parameters = oracles.yarn_parameters(case)
+    nope = {"rope_target_tiny": 32, "rope_target_k26": 128}[name]
+    config = msgspec.structs.replace(
+        target("hf_k2_a")[0],
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=case.meta["dim"],
+        rope_theta=theta,
+        rope_scaling=YarnConfig(**parameters),
+    )
+    assert model.softmax_scale(config) == pytest.approx(case.meta["softmax_scale"], rel=1e-9)
 
 
 def test_equal_scores_choose_the_lowest_experts():

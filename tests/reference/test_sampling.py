@@ -28,6 +28,13 @@ def test_uniforms_are_open_and_24_bit():
     assert ((counts - 2000) ** 2 / 2000).sum() < 100  # chi-square, 49 degrees of freedom: 1 in 10^5
 
 
+def test_a_uniform_is_the_philox_word_of_token_and_position():
+    counter = tuple(np.array([w], np.uint32) for w in (163_000, 262_143, 0, 0))
+    word = int(sampling.philox4x32_10(counter, (np.uint32(4_000_000_000), np.uint32(0x6B646A78)))[0][0])
+    u = sampling.uniform(4_000_000_000, 262_143, np.array([163_000]))
+    assert u.tolist() == [(word >> 8) * 2.0**-24 + 2.0**-25]
+
+
 def test_noise_depends_on_seed_position_and_token_only():
     ids = np.arange(64)
     noise = sampling.gumbel(3, 10, ids)

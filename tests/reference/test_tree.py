@@ -81,6 +81,7 @@ def test_smaller_trees_are_prefixes_and_both_definitions_agree(seed):
         part = tree.ordered_tree(lp, ids, budget)
         assert part.ranks == whole.ranks[:budget]
         assert part.parents == whole.parents[: budget + 1]
+        assert all(part.depths[row] == part.depths[parent] + 1 for row, parent in enumerate(part.parents) if row)
 
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
