@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from kdjax import drafter as dflash
 from kdjax.checkpoint import files, int4, load_drafter, load_target, save_drafter, save_target, sha256
 from kdjax.checkpoint.layout import is_ignored
 from kdjax.errors import KdjaxError
+from kdjax.model import k2
 from kdjax.model.int4 import Int4, dequantize
 from kdjax.model.runtime import Runtime
+from kdjax.reference import checkpoint as reference
 from tests.checkpoint.random_models import DRAFTER, TARGET, random_drafter, random_target
 
 EXACT = Runtime(compute_dtype="float32", cache_dtype="float32")
@@ -26,6 +29,13 @@ def assert_equal_trees(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def assert_equal_values(ours, theirs):
+    """The same weights under the same paths, whatever their width."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float64), y)
 
 
 def damage(file, change):
@@ -322,3 +332,35 @@ def test_a_folder_without_a_checkpoint(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(KdjaxError, match="neither model.safetensors.index.json nor model.safetensors"):
         load_target(tmp_path, EXACT)
+
+
+@pytest.mark.parametrize("experts_int4", [TARGET.experts_int4, None])
+@pytest.mark.parametrize("expert_weights", ["packed", "dequantized"])
+def test_loaded_params_are_what_the_models_declare(tmp_path, experts_int4, expert_weights):
+    config = msgspec.structs.replace(TARGET, experts_int4=experts_int4)
+    runtime = msgspec.structs.replace(BF16, expert_weights=expert_weights)
+    save_target(tmp_path / "target", config, random_target(config))
+    save_drafter(tmp_path / "drafter", DRAFTER, random_drafter())
+    target = load_target(tmp_path / "target", runtime)
+    drafter = load_drafter(tmp_path / "drafter", runtime, target.config)
+    for params, declared in (
+        (target.params, k2.abstract_params(config, runtime)),
+        (drafter.params, dflash.abstract_params(DRAFTER, runtime)),
+    ):
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
+            lambda a: (a.shape, a.dtype), declared
+        )
+
+
+@pytest.mark.parametrize("wrapper, limit", [(False, None), (True, 20_000)])
+def test_the_reference_reads_what_we_write(tmp_path, wrapper, limit):
+    params = random_target()
+    save_target(tmp_path / "target", TARGET, params, wrapper=wrapper, max_shard_bytes=limit)
+    save_drafter(tmp_path / "drafter", DRAFTER, random_drafter(), max_shard_bytes=limit)
+    config, theirs = reference.read_target(tmp_path / "target")
+    assert config == TARGET
+    expanded = load_target(tmp_path / "target", msgspec.structs.replace(EXACT, expert_weights="dequantized")).params
+    assert_equal_values(expanded, theirs)
+    config, theirs = reference.read_drafter(tmp_path / "drafter")
+    assert config == DRAFTER
+    assert_equal_values(random_drafter(), theirs)
