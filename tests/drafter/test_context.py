@@ -39,7 +39,7 @@ def draw(*shape, seed=0):
 
 def filled(config, lengths, capacity=512, runtime=EXACT, params=PARAMS, offset=0):
     """A cache whose slot s holds lengths[s] random context rows, at positions from 0 on (or `offset` on)."""
-    slots, n = len(lengths), max(max(lengths), 1)
+    slots, n = len(lengths), 512
     taps = draw(slots, n, TAPS)
     positions = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None] + offset, (slots, n))
     k, v = context(params, config, jnp.asarray(taps), positions, runtime)
