@@ -19,6 +19,9 @@ from kdjax.model.runtime import Runtime
 
 Params = dict[str, Any]
 
+# One program per shape instead of a dozen eager ones: compiling those dominated the start of a small model.
+_expand = jax.jit(dequantize, static_argnums=1)
+
 
 def expected_tensors(leaves: Sequence[Leaf], prefix: str = "") -> dict[str, Stored]:
     """Every tensor of the checkpoint, in the order of `leaves`."""
@@ -59,7 +62,7 @@ def _load_leaf(files: TensorFolder, leaf: Leaf, runtime: Runtime) -> jax.Array |
         columns=leaf.shape[1],
         group_size=leaf.int4.group_size,
     )
-    return dequantize(weight, runtime.dtype) if runtime.expert_weights == "dequantized" else weight
+    return _expand(weight, runtime.dtype) if runtime.expert_weights == "dequantized" else weight
 
 
 def load_params(files: TensorFolder, leaves: Sequence[Leaf], runtime: Runtime) -> Params:
