@@ -103,6 +103,9 @@ class _Keys:
             raise self.error(key, f"expected an integer of at least {minimum}")
         return value
 
+    def optional_id(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.integer(key, 0)
+
     def number(self, key: str) -> float:
         value = float(self.get(key, (int, float), "a positive number"))
         if not (math.isfinite(value) and value > 0):
@@ -263,9 +266,6 @@ def read_model_config(folder: str | pathlib.Path) -> ModelConfig:
     eos = _eos(text)
     if (folder / "generation_config.json").exists():
         eos = _eos(_read(folder / "generation_config.json")) or eos
-    special = {
-        key: None if text.values.get(key) is None else text.integer(key, 0) for key in ("bos_token_id", "pad_token_id")
-    }
     return ModelConfig(
         **{key: text.integer(key) for key in TARGET_SIZES},
         first_k_dense_replace=text.integer("first_k_dense_replace", 0),
@@ -277,7 +277,8 @@ def read_model_config(folder: str | pathlib.Path) -> ModelConfig:
         rope_scaling=yarn,
         experts_int4=quantization.int4 if quantization else None,
         eos_token_ids=eos or (),
-        **special,
+        bos_token_id=text.optional_id("bos_token_id"),
+        pad_token_id=text.optional_id("pad_token_id"),
     )
 
 

@@ -106,12 +106,13 @@ def _check_params(flat: dict[tuple[str | int, ...], Any], leaves: Sequence[Leaf]
                 f"{_dotted(leaf.path)} is {type(value).__name__} but experts_int4={leaf.int4}: "
                 "encode the experts or change the config"
             )
-        if isinstance(value, Int4) and leaf.int4 is not None:
+        if isinstance(value, Int4):
             rows, columns = shape
-            if (value.columns, value.group_size) != (columns, leaf.int4.group_size):
+            group_size = None if leaf.int4 is None else leaf.int4.group_size
+            if (value.columns, value.group_size) != (columns, group_size):
                 raise KdjaxError(
                     f"{_dotted(leaf.path)} has {value.columns} columns in groups of {value.group_size}, its config "
-                    f"{columns} in groups of {leaf.int4.group_size}: encode it for this config"
+                    f"{columns} in groups of {group_size}: encode it for this config"
                 )
             value, shape = value.packed, (rows, -(-columns // 8))
         shape = (len(leaf.modules), *shape) if leaf.stacked else shape
