@@ -35,6 +35,7 @@ class DecodeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `budget` counts tree nodes without the root; 0 is autoregressive decoding. `temperature` 0 is greedy. `top_k` 0,
     `top_p` 1 and `min_p` 0 switch the filter off. `rounds_per_call` is the number of verify rounds between two looks
     of the host: smaller streams more smoothly, larger wastes less. `prefill_chunk` counts prompt tokens per forward.
+    Up to `slots` prompts are decoded at once; further ones wait for a free slot.
     """
 
     mode: Literal["tree", "chain", "autoregressive"] = "tree"
@@ -45,19 +46,22 @@ class DecodeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     min_p: Fraction = 0.0
     max_new_tokens: AtLeast1 = 128
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
-    rounds_per_call: AtLeast1 = 8
+    rounds_per_call: AtLeast1 = 16
     prefill_chunk: AtLeast1 = 64
+    slots: AtLeast1 = 8
 
 
 class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Numerics and compilation. Equality of all decoding modes is promised for float32.
 
+    `expert_weights` "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them once, at load.
     `compilation_cache` keeps compiled programs in the user's cache folder, so that a second start is fast.
     """
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
     backend: Literal["xla"] = "xla"
+    expert_weights: Literal["packed", "dequantized"] = "dequantized"
     compilation_cache: bool = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -28,8 +29,8 @@ class Statistics(NamedTuple):
     @property
     def acceptance_by_depth(self) -> tuple[float, ...]:
         """Share of the rounds which accepted depth d - 1 that also accepted depth d; 0 where there were none."""
-        before = (self.rounds, *self.accepted_by_depth[:-1])
-        return tuple(n / m if m else 0.0 for n, m in zip(self.accepted_by_depth, before, strict=True))
+        rounds = (self.rounds, *self.accepted_by_depth)
+        return tuple(after / before if before else 0.0 for before, after in itertools.pairwise(rounds))
 
 
 def pool(statistics: Sequence[Statistics]) -> Statistics:
@@ -54,17 +55,22 @@ class Timings(NamedTuple):
 
 
 class Completion(NamedTuple):
+    """A stream from its first token on; `finish_reason` is None while it runs."""
+
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     statistics: Statistics
     timings: Timings
 
 
 class Commit(NamedTuple):
-    """Tokens that one call added to a stream. The last commit of a stream has `finish_reason` and `completion`."""
+    """Tokens that one call added to a stream, and the stream so far, whose `finish_reason` ends it."""
 
     slot: int
     request: int
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    completion: Completion | None = None
+    so_far: Completion
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.so_far.finish_reason

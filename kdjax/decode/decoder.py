@@ -113,7 +113,7 @@ class Decoder:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the order of the requests; see `stream`."""
-        done = {c.request: c.completion for c in self.stream(requests) if c.completion is not None}
+        done = {commit.request: commit.so_far for commit in self.stream(requests)}
         return [done[index] for index in range(len(requests))]
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[Commit]:
@@ -176,16 +176,16 @@ class Decoder:
             )
         fresh = tuple(int(t) for t in report.output[slot, one.sent : emitted])
         one.sent = emitted
-        if (finish := _FINISH.get(reason)) is None:
-            return Commit(slot, one.index, fresh)
-        del live[slot]
-        completion = Completion(
+        finish = _FINISH.get(reason)
+        if finish is not None:
+            del live[slot]
+        so_far = Completion(
             tuple(int(t) for t in report.output[slot, :emitted]),
             finish,
             Statistics(int(report.rounds[slot]), emitted - 1, tuple(int(n) for n in report.accepted_by_depth[slot])),
             Timings(one.prefill, compile_seconds, one.decode),
         )
-        return Commit(slot, one.index, fresh, finish, completion)
+        return Commit(slot, one.index, fresh, so_far)
 
     def _capacity(self, needed: int) -> int:
         """Token rows per slot: powers of two from 64, so that few programs are compiled, within the context."""

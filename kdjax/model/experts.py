@@ -57,9 +57,10 @@ class Experts(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         matrices = [m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj)]
         packed = [m for m in matrices if isinstance(m, Int4)]
+        dense = [m for m in matrices if not isinstance(m, Int4)]
         if not packed:
-            return dense_experts(x, indices, weights, *matrices, backend=self.runtime.backend)
-        if len(packed) < len(matrices) or len({m.group_size for m in packed}) > 1:
+            return dense_experts(x, indices, weights, *dense, backend=self.runtime.backend)
+        if dense or len({m.group_size for m in packed}) > 1:
             raise KdjaxError("gate_proj, up_proj and down_proj of the experts differ in format: quantise all or none")
         arrays = [a for m in packed for a in (m.packed, m.scale)]
         return int4_experts(x, indices, weights, *arrays, group_size=packed[0].group_size, backend=self.runtime.backend)

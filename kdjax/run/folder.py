@@ -22,14 +22,19 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: msgspec.Struct) -> RunFolder:
         """Makes the folder and saves the config. Raises KdjaxError where it holds a run already or cannot be made."""
-        if (path / "config.toml").exists():
-            raise KdjaxError(f"{path} already holds a run: give another folder or remove this one")
+        cls.refuse_used(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.toml").write_text(dumps(config), encoding="utf-8")
         except OSError as error:
             raise KdjaxError(f"{path}: cannot write the run folder ({error.strerror}): give another one") from error
         return cls(path)
+
+    @staticmethod
+    def refuse_used(path: Path) -> None:
+        """Raises KdjaxError where the folder holds a run; worth asking before an expensive start."""
+        if (path / "config.toml").exists():
+            raise KdjaxError(f"{path} already holds a run: give another folder or remove this one")
 
     def write(self, name: str, value: dict[str, Any]) -> None:
         """A JSON file of that name, whole or not at all: a run may be killed while it writes."""

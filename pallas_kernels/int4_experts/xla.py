@@ -35,11 +35,11 @@ def int4_experts(
     down: Packed,
     group_size: int,
 ) -> Float[Array, "tokens hidden"]:
-    def matrices(e: Int32[Array, ""]):
-        return tuple(
-            dequantize(packed[e], scale[e], columns=columns, group_size=group_size, dtype=x.dtype)
-            for (packed, scale), columns in ((gate, x.shape[1]), (up, x.shape[1]), (down, gate[0].shape[1]))
-        )
+    def matrices(e: Int32[Array, ""]) -> tuple[Array, Array, Array]:
+        def matrix(packed: Array, scale: Array, columns: int) -> Array:
+            return dequantize(packed[e], scale[e], columns=columns, group_size=group_size, dtype=x.dtype)
+
+        return matrix(*gate, x.shape[1]), matrix(*up, x.shape[1]), matrix(*down, gate[0].shape[1])
 
     return _grouped(x, indices, weights, gate[0].shape[0], matrices)
 

@@ -1,0 +1,5 @@
+import sys
+
+from kdjax.cli import main
+
+sys.exit(main())

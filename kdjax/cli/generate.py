@@ -1,0 +1,123 @@
+"""Continue prompts with a target model and its drafter. Text appears as it is decoded, then a table of figures."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.status import Status
+
+from kdjax.cli import models, options, prompts
+from kdjax.cli.live import Live
+from kdjax.cli.start import configure_jax
+from kdjax.config import GenerateConfig, dumps, load
+from kdjax.run import RunFolder, provenance
+
+if TYPE_CHECKING:
+    from kdjax.cli.report import Outcome
+    from kdjax.cli.session import Session
+
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; '-' reads stdin")
+    parser.add_argument("--file", type=Path, action="append", default=[], help="a file to continue; may be repeated")
+    options.add_config_arguments(parser)
+    for flags, key, text, note in (
+        (("--model",), "model.target", True, "checkpoint folder of the target, or bundled:NAME"),
+        (("--drafter",), "model.drafter", True, "checkpoint folder of its drafter"),
+        (("--mode",), "decode.mode", True, "tree, chain or autoregressive"),
+        (("--budget",), "decode.budget", False, "tree nodes, root not counted"),
+        (("-n", "--max-new-tokens"), "decode.max_new_tokens", False, "tokens per prompt at most"),
+        (("--temperature",), "decode.temperature", False, "0 is greedy"),
+        (("--seed",), "decode.seed", False, "seed of the sampling noise"),
+    ):
+        parser.add_argument(
+            *flags, action=options.shorthand(key, text=text), dest="overrides", metavar="VALUE", help=f"{note} ({key})"
+        )
+    parser.add_argument("--compare", action="store_true", help="also decode by chain and autoregressively")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="save config, provenance and metrics there")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load(GenerateConfig, args.config, args.overrides)
+    if args.print_config:
+        sys.stdout.write(dumps(config))
+        return 0
+    texts = prompts.read(args.prompts, args.file)
+    modes = _modes(config.decode.mode, compare=args.compare)
+    target, drafter = models.locate(config.model, needs_drafter=modes != ["autoregressive"])
+    if args.out:
+        RunFolder.refuse_used(args.out)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+    # Before the status line, which puts itself in the place of sys.stdout while it is shown.
+    page = Console(file=io.StringIO() if args.json else sys.stdout)
+    margin = Console(stderr=True, highlight=False)
+    with margin.status("starting; the first start compiles, later ones find the programs in the cache") as status:
+        configure_jax(compilation_cache=config.runtime.compilation_cache)
+        from kdjax.cli.session import Session
+
+        session = Session(config, target, drafter, texts)
+        folder = RunFolder.create(args.out, config) if args.out else None
+        if folder:
+            checkpoints = {"target": target} | ({"drafter": drafter} if drafter else {})
+            folder.write("provenance.json", provenance(checkpoints, config.runtime.backend))
+        live = Live(texts, page, before=status.stop)
+        outcomes, interrupted = _decode(session, modes, live, status)
+    return _report(session, live.texts, outcomes, folder, margin, interrupted=interrupted, as_json=args.json)
+
+
+def _modes(chosen: str, *, compare: bool) -> list[str]:
+    others = [mode for mode in ("tree", "chain", "autoregressive") if mode != chosen]
+    return [chosen, *others] if compare else [chosen]
+
+
+def _decode(session: Session, modes: list[str], live: Live, status: Status) -> tuple[dict[str, Outcome], bool]:
+    """The first mode is shown as it goes; the others run for the comparison, which a Ctrl-C gives up."""
+    shown, *others = modes
+    outcome, interrupted = session.decode(shown, live)
+    if interrupted:
+        live.interrupt()
+        return {shown: outcome}, True
+    outcomes = {shown: outcome}
+    for mode in others:
+        status.update(f"comparing with mode {mode}")
+        status.start()
+        outcomes[mode], interrupted = session.decode(mode, None)
+        if interrupted:
+            return {shown: outcome}, True
+    return outcomes, False
+
+
+def _report(
+    session: Session,
+    texts: list[str],
+    outcomes: dict[str, Outcome],
+    folder: RunFolder | None,
+    margin: Console,
+    *,
+    interrupted: bool,
+    as_json: bool,
+) -> int:
+    from kdjax.cli import report
+
+    summary = report.as_json(texts, outcomes, session.backend)
+    if folder:
+        for mode, outcome in outcomes.items():
+            for index, stream in enumerate(report.streams(outcome)):
+                folder.log({"mode": mode, "prompt": index, **stream})
+        folder.write("summary.json", {**summary, "interrupted": interrupted})
+    if as_json:
+        print(json.dumps(summary, ensure_ascii=False))
+    else:
+        report.show(outcomes, session.backend, margin)
+    return INTERRUPTED if interrupted else 0

@@ -1,0 +1,88 @@
+"""One loaded model pair and its prompts, decoded in one mode after another. Imports JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kdjax.checkpoint import load_drafter, load_target
+from kdjax.cli.live import Live
+from kdjax.cli.report import Outcome
+from kdjax.config import GenerateConfig
+from kdjax.decode import Completion, DecodeConfig, Decoder, Request
+from kdjax.errors import KdjaxError
+from kdjax.model.runtime import Runtime
+from kdjax.tokenizer import Tokenizer
+
+
+class Session:
+    """Raises KdjaxError where a checkpoint is unusable or tokenizer, target and drafter do not fit together."""
+
+    def __init__(self, config: GenerateConfig, target: Path, drafter: Path | None, prompts: Sequence[str]) -> None:
+        self.backend = config.runtime.backend
+        self._decode = config.decode
+        runtime = config.runtime
+        self._runtime = Runtime(
+            compute_dtype=runtime.compute_dtype,
+            cache_dtype=runtime.cache_dtype,
+            backend=runtime.backend,
+            expert_weights=runtime.expert_weights,
+        )
+        self._tokenizer = Tokenizer.from_checkpoint(target)
+        self._target = load_target(target, self._runtime)
+        if (vocabulary := self._target.config.vocab_size) != self._tokenizer.vocab_size:
+            raise KdjaxError(
+                f"{target}: the tokenizer has {self._tokenizer.vocab_size} ids and the model {vocabulary}: "
+                "put the tiktoken.model of this checkpoint there"
+            )
+        self._drafter = load_drafter(drafter, self._runtime, self._target.config) if drafter else None
+        stops = tuple(sorted(self._tokenizer.stop_token_ids | set(self._target.config.eos_token_ids)))
+        self._requests = [
+            Request(
+                prompt_ids=tuple(self._encode(text, config)),
+                max_new_tokens=config.decode.max_new_tokens,
+                seed=config.decode.seed,
+                stop_token_ids=stops,
+            )
+            for text in prompts
+        ]
+
+    def decode(self, mode: str, live: Live | None) -> tuple[Outcome, bool]:
+        """All prompts in one mode, shown on `live` as they grow; and whether Ctrl-C cut it short.
+
+        What is interrupted keeps the tokens so far and has `finish_reason` None.
+        """
+        fields: dict[str, Any] = {name: getattr(self._decode, name) for name in DecodeConfig.__struct_fields__}
+        fields["mode"] = mode
+        slots = min(self._decode.slots, len(self._requests))
+        decoder = Decoder(
+            self._target,
+            None if mode == "autoregressive" else self._drafter,
+            DecodeConfig(**fields),
+            self._runtime,
+            slots=slots,
+        )
+        texts = [self._tokenizer.detokenizer() for _ in self._requests]
+        so_far: dict[int, Completion] = {}
+        slot_of: dict[int, int] = {}
+        interrupted = False
+        try:
+            for commit in decoder.stream(self._requests):
+                so_far[commit.request] = commit.so_far
+                slot_of[commit.request] = commit.slot
+                if live:
+                    live.write(commit.request, texts[commit.request].push(commit.token_ids))
+                    if commit.finish_reason:
+                        live.finish(commit.request)
+        except KeyboardInterrupt:
+            interrupted = True
+        order = range(len(self._requests))
+        return Outcome([so_far.get(i) for i in order], [slot_of.get(i) for i in order]), interrupted
+
+    def _encode(self, text: str, config: GenerateConfig) -> list[int]:
+        if not config.prompt.chat:
+            return self._tokenizer.encode_prompt(text)
+        system = [{"role": "system", "content": config.prompt.system}] if config.prompt.system else []
+        messages = [*system, {"role": "user", "content": text}]
+        return self._tokenizer.encode_chat(messages, thinking=config.prompt.thinking)

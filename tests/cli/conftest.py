@@ -1,0 +1,42 @@
+"""A tiny random model in the layout of the real ones: its text is noise, but every step around it is real."""
+
+import pathlib
+
+import msgspec
+import pytest
+
+from kdjax.checkpoint import save_drafter, save_target
+from tests.checkpoint.random_models import DRAFTER, TARGET, random_drafter, random_target
+
+SMALL = pathlib.Path(__file__).parents[1] / "data" / "tiktoken_4096.model"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> pathlib.Path:
+    """A folder with `target`, `drafter`, and `stranger`: a drafter made for another hidden size."""
+    folder = tmp_path_factory.mktemp("tiny")
+    target = msgspec.structs.replace(
+        TARGET,
+        num_hidden_layers=2,
+        vocab_size=4096,
+        max_position_embeddings=2048,
+        bos_token_id=3840,
+        eos_token_ids=(3841, 3842),
+        pad_token_id=4095,
+    )
+    drafter = msgspec.structs.replace(
+        DRAFTER,
+        num_hidden_layers=1,
+        layer_types=("full_attention",),
+        sliding_window=None,
+        num_target_layers=2,
+        target_layer_ids=(0, 1),
+        vocab_size=4096,
+        mask_token_id=4094,
+    )
+    stranger = msgspec.structs.replace(drafter, hidden_size=32)
+    save_target(folder / "target", target, random_target(target))
+    (folder / "target" / "tiktoken.model").write_bytes(SMALL.read_bytes())
+    save_drafter(folder / "drafter", drafter, random_drafter(drafter))
+    save_drafter(folder / "stranger", stranger, random_drafter(stranger))
+    return folder

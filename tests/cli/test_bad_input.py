@@ -1,0 +1,125 @@
+"""Every mistake on the command line: exit status 2, one line on stderr with the value and the remedy, no traceback."""
+
+import io
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from kdjax.cli import main
+
+pytestmark = pytest.mark.newest
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def refused(capsys):
+    def run(*argv: str) -> str:
+        assert main(list(argv)) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("kdjax: error: ") and err.count("\n") == 1
+        return err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "the following arguments are required: VERB (see kdjax --help)"),
+        (["generat", "x"], "invalid choice: 'generat'"),
+        (["generate", "--bugdet", "3", "x"], "unrecognized arguments: --bugdet"),
+        (["generate", "x", "--set", "decode.bugdet=3"], "unknown key 'bugdet' in [decode]: did you mean budget?"),
+        (["generate", "x", "--set", "decode.budget"], "expected KEY=VALUE"),
+        (["generate", "x", "--budget", "many"], "decode.budget = 'many': expected `int`, got `str`"),
+        (["generate", "x", "--budget", "-1"], "decode.budget = -1: expected `int` >= 0"),
+        (["generate", "x", "-n", "0"], "decode.max_new_tokens = 0: expected `int` >= 1"),
+        (["generate", "x", "-n", "-5"], "decode.max_new_tokens = -5: expected `int` >= 1"),
+        (["generate", "x", "--temperature", "nan"], "decode.temperature = nan: expected `float` >= 0"),
+        (["generate", "x", "--mode", "tre"], "decode.mode = 'tre': not one of its values: did you mean tree?"),
+        (["generate", "x", "--set", "runtime.backend=cuda"], "runtime.backend = 'cuda': not one of its values"),
+        (["generate", "x", "--config", "nowhere/x.toml"], "nowhere/x.toml: no such config file"),
+        (["generate", ""], "the prompt is empty: there is nothing to continue"),
+        (["generate", "-", "-"], "'-' is given more than once"),
+        (["generate", "--file", "nowhere.txt"], "nowhere.txt: cannot read the prompt (No such file or directory)"),
+        (["generate", "x", "--model", "bundled:nanno"], "model.target = 'bundled:nanno' is not a bundled model"),
+        (["generate", "x", "--model", "nowhere"], "model.target = 'nowhere': no such folder"),
+        (["generate", "x", "--model", "."], "model.target = '.' comes without a drafter: give one with --drafter"),
+        (["generate", "x", "--model", ".", "--drafter", "nowhere"], "model.drafter = 'nowhere': no such folder"),
+    ],
+)
+def test_mistake_is_one_line_with_the_remedy(refused, argv, said):
+    assert said in refused(*argv)
+
+
+def test_a_bundled_name_that_is_nearly_right_is_suggested(refused, tmp_path, monkeypatch):
+    (tmp_path / "bundled" / "nano").mkdir(parents=True)
+    monkeypatch.setattr("kdjax.__path__", [str(tmp_path)])
+    assert "did you mean bundled:nano?" in refused("generate", "x", "--model", "bundled:nanno")
+
+
+def test_prompt_files_must_be_utf8_and_not_empty(refused, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"abc\xff")
+    assert "byte 3 is not UTF-8" in refused("generate", "--file", str(file))
+    file.write_bytes(b"")
+    assert f"{file} is empty" in refused("generate", "--file", str(file))
+
+
+def test_without_a_prompt_a_terminal_is_told_and_a_pipe_is_read(refused, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert "no prompt: give one as argument, with --file FILE, or on stdin" in refused("generate")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert "stdin is empty" in refused("generate")
+
+
+def test_a_used_run_folder_is_refused_before_anything_is_loaded(refused, tmp_path):
+    (tmp_path / "config.toml").touch()
+    model = ["--model", ".", "--mode", "autoregressive"]
+    assert "already holds a run" in refused("generate", "x", *model, "--out", str(tmp_path))
+
+
+def test_an_unexpected_error_is_one_line_too(capsys, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr("kdjax.cli.prompts.read", broken)
+    monkeypatch.delenv("KDJAX_TRACEBACK", raising=False)
+    assert main(["generate", "x"]) == 70
+    assert capsys.readouterr().err.startswith(
+        "kdjax: error: unexpected RuntimeError: first second: set KDJAX_TRACEBACK"
+    )
+    monkeypatch.setenv("KDJAX_TRACEBACK", "1")
+    with pytest.raises(RuntimeError):
+        main(["generate", "x"])
+
+
+def test_print_config_shows_what_would_run(capsys):
+    argv = ["generate", "--budget", "7", "--set", "decode.budget=31", "--print-config", "--model", "12"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "budget = 31\n" in out and 'target = "12"\n' in out
+
+
+def test_help_and_bad_input_do_not_import_jax():
+    code = "import sys; from kdjax.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    code += "sys.exit(any(m.split('.')[0] in ('jax', 'flax') for m in sys.modules))"
+    for argv in (
+        ["--help"],
+        ["generate", "--help"],
+        ["generate", "x", "--budget", "-1"],
+        ["generate", "--print-config"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+        )
+        assert done.returncode == 0, done.stderr

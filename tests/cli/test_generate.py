@@ -1,0 +1,163 @@
+"""`kdjax generate` from end to end on a tiny random model."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from safetensors.numpy import load_file, save_file
+
+from kdjax.cli import main
+from kdjax.config import GenerateConfig, load
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The compilation cache of this module's runs, and of no other test: JAX looks for it once per process."""
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    compilation_cache.reset_cache()
+    yield tmp_path_factory.mktemp("cache")
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def command(tiny, cache, monkeypatch):
+    monkeypatch.setenv("KDJAX_CACHE_DIR", str(cache))
+    pair = ["--model", str(tiny / "target"), "--drafter", str(tiny / "drafter")]
+    return ["generate", *pair, "--budget", "6", "-n", "24", "--temperature", "0.7"]
+
+
+@pytest.fixture
+def generate(command, capsys):
+    def run(*more: str, status: int = 0) -> tuple[str, str]:
+        assert main([*command, *more]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+def start(*argv: str, **options) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kdjax.cli", *argv],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_compare_says_that_all_modes_give_the_same_tokens(generate):
+    result = json.loads(generate("--json", "--compare", "--seed", "3", "def f(x):").out)
+    tree = result["modes"]["tree"]
+    assert result["identical"] is True and result["new_tokens"] == len(tree["token_ids"]) <= 24
+    assert result["modes"]["chain"]["token_ids"] == tree["token_ids"] == result["modes"]["autoregressive"]["token_ids"]
+    assert result["modes"]["autoregressive"]["tau_micro"] == 1.0 and result["tau_micro"] >= 1.0
+    assert all(0 <= share <= 1 for share in result["acceptance_by_depth"])
+    assert all(mode["decode_tokens_per_s"] > 0 for mode in result["modes"].values())
+
+
+def test_text_goes_to_stdout_and_the_table_to_stderr(generate):
+    out, err = generate("def f(x):")
+    result = json.loads(generate("--json", "def f(x):").out)
+    assert out == result["text"] + ("" if result["text"].endswith("\n") else "\n")
+    assert "tau micro" in err and "\x1b" not in out + err
+
+
+def test_several_prompts_wait_for_slots_and_keep_their_order_and_tokens(generate, tmp_path):
+    prompts = ["def f(x):", "import", "class A"]
+    alone = [json.loads(generate("--json", p).out)["streams"][0]["token_ids"] for p in prompts]
+    together = json.loads(generate("--json", "--set", "decode.slots=2", *prompts).out)
+    assert [stream["token_ids"] for stream in together["streams"]] == alone
+
+
+def test_run_folder_is_complete(generate, tmp_path):
+    generate("--out", str(tmp_path / "run"), "--compare", "x")
+    folder = tmp_path / "run"
+    assert load(GenerateConfig, folder / "config.toml").decode.budget == 6
+    assert json.loads((folder / "provenance.json").read_text())["checkpoints"].keys() == {"target", "drafter"}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["mode"] for line in lines] == ["tree", "chain", "autoregressive"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["identical"] and not summary["interrupted"]
+    assert "already holds a run" in generate("--out", str(folder), "x", status=2)[1]
+
+
+def test_chat_renders_the_prompt_as_a_user_turn(generate):
+    plain, chat = (json.loads(generate("--json", *more, "hi").out) for more in ((), ("--set", "prompt.chat=true")))
+    assert plain["streams"][0]["token_ids"] != chat["streams"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--budget", "100000", "x"], "budget 100000"),
+        (["def f(x): pass\n" * 1000], "the context holds 2048: shorten the prompt"),
+        (["-n", "2048", "x"], "lower max_new_tokens to 2047"),
+    ],
+)
+def test_limits_of_model_and_program_are_one_line_errors(generate, argv, said):
+    err = generate(*argv, status=2)[1]
+    assert err.startswith("kdjax: error: ") and err.count("\n") == 1 and said in err
+
+
+def test_models_that_do_not_fit_are_one_line_errors(generate, tiny, tmp_path):
+    err = generate("--drafter", str(tiny / "stranger"), "x", status=2)[1]
+    assert "made for a target of hidden_size 32, but target.hidden_size = 64" in err and err.count("\n") == 1
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny / "target", broken)
+    lines = (broken / "tiktoken.model").read_bytes().splitlines(keepends=True)
+    (broken / "tiktoken.model").write_bytes(b"".join(lines[:-1]))
+    err = generate("--model", str(broken), "x", status=2)[1]
+    assert "the tokenizer has 4095 ids and the model 4096" in err and err.count("\n") == 1
+
+
+def test_nan_weights_are_a_one_line_error(generate, tiny, tmp_path):
+    broken = tmp_path / "nan"
+    shutil.copytree(tiny / "target", broken)
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("model.norm.weight"))
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, file)
+    err = generate("--model", str(broken), "x", status=2)[1]
+    assert "NaN" in err and err.count("\n") == 1
+
+
+def test_ctrl_c_keeps_the_text_so_far(command):
+    with start(*command, "-n", "2000", "--mode", "autoregressive", "--set", "decode.rounds_per_call=1", "x") as process:
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert first and out.endswith(b"\n")
+    assert b"new tokens" in err and b"tok/s" in err and b"Traceback" not in err
+
+
+def test_a_closed_pipe_ends_quietly(command):
+    with start(*command, "-n", "500", "x") as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 141 and b"Traceback" not in err and b"Exception" not in err
+
+
+def test_stdin_is_read_and_the_compilation_cache_filled(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("KDJAX_CACHE_DIR", str(tmp_path))
+    process = start(*command, "--json", stdin=subprocess.PIPE)
+    out, err = process.communicate(b"def f", timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["new_tokens"] > 0 and err == b""
+    assert list((tmp_path / "xla").iterdir())
