@@ -57,3 +57,13 @@ ABSORBED_FLOAT64 = Tolerance(1e-9, 1e-9)
 def cos_sin_own_frequencies(positions: np.ndarray, inverse_frequencies: np.ndarray) -> np.ndarray:
     """Allowed error [P, half] of cos and sin where the angle uses our own inverse frequency: 1 ulp of it, times p."""
     return 1e-6 + 4e-7 * positions[:, None] * inverse_frequencies
+
+
+# float32 sums of a few hundred products of order 1, in another order and with another split of the softmax
+EXPERTS_FLOAT32 = Tolerance(2e-5, 2e-5)
+ATTENTION_FLOAT32 = Tolerance(2e-6, 2e-5)
+# bfloat16 keeps 8 significant bits; activations, products and the result are each rounded once (observed: 4e-3)
+EXPERTS_BFLOAT16 = Tolerance(4e-2, 4e-2)
+ATTENTION_BFLOAT16 = Tolerance(2e-2, 2e-2)
+# the same float32 model computed with other shapes (batch, tree width, chunking): 1e-6 observed on values near 1
+SAME_MODEL_FLOAT32 = Tolerance(3e-5, 3e-5)

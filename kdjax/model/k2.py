@@ -24,6 +24,7 @@ from kdjax.model.linear import Linear
 from kdjax.model.mla import Step
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
+from pallas_kernels.numerics import matmul_nt
 
 Params = dict[str, Any]
 
@@ -137,4 +138,4 @@ def logits(
             f"lm_head.weight is {weight.shape}, the config says {(config.vocab_size, config.hidden_size)}: "
             "use the config of this checkpoint"
         )
-    return jnp.einsum("...d,vd->...v", hidden, weight, precision=runtime.precision, preferred_element_type=jnp.float32)
+    return matmul_nt(hidden, weight, jnp.float32)

@@ -7,13 +7,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kdjax.model.int4 import Int4, dequantize
-from pallas_kernels.numerics import precision
+from pallas_kernels.numerics import matmul_nt
 
 
 def linear(x: Float[Array, "*lead width"], weight: Float[Array, "out width"] | Int4) -> Float[Array, "*lead out"]:
     """x @ weight^T in the dtype of `x`."""
     dense = dequantize(weight, x.dtype) if isinstance(weight, Int4) else weight
-    return jnp.einsum("...i,oi->...o", x, dense, precision=precision(x.dtype))
+    return matmul_nt(x, dense)
 
 
 class Linear(nnx.Module):

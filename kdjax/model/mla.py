@@ -60,11 +60,10 @@ class MLA(nnx.Module):
         out = attend(q_nope, q_rope, rows, step)
         return self.o_proj(out.reshape(*x.shape[:2], -1)), rows
 
-    def up_projections(self) -> tuple[Float[Array, "heads nope rank"], Float[Array, "heads v rank"]]:
-        """W_UK and W_UV, the two halves of kv_b_proj."""
+    def up_projections(self) -> Float[Array, "heads nope_and_v rank"]:
+        """kv_b_proj per head: W_UK, then W_UV."""
         c = self.config
-        w = self.kv_b_proj.weight.get_value().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-        return w[:, : c.qk_nope_head_dim], w[:, c.qk_nope_head_dim :]
+        return self.kv_b_proj.weight.get_value().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
 
     def absorbed(
         self,
@@ -73,11 +72,16 @@ class MLA(nnx.Module):
         rows: Float[Array, "slots rows width"],
         step: Step,
     ) -> Float[Array, "slots q heads v"]:
-        """W_UK moves to the query and W_UV behind the softmax: no per-head key or value of the prefix exists."""
-        w_uk, w_uv = self.up_projections()
-        p = self.runtime.precision
+        """W_UK moves to the query and W_UV behind the softmax: no per-head key or value of the prefix exists.
+
+        Both products use the whole of kv_b_proj (zeros against W_UV, the W_UK part of the result cut off): slicing the
+        weight would copy it in every forward, which costs more than the extra arithmetic.
+        """
+        w = self.up_projections()
+        p, nope = self.runtime.precision, self.config.qk_nope_head_dim
+        q_padded = jnp.pad(q_nope, ((0, 0), (0, 0), (0, 0), (0, self.config.v_head_dim)))
         o_latent = tree_attention(
-            jnp.einsum("sqhn,hnr->sqhr", q_nope, w_uk, precision=p),
+            jnp.einsum("sqhn,hnr->sqhr", q_padded, w, precision=p),
             q_rope,
             rows,
             step.lengths,
@@ -85,7 +89,7 @@ class MLA(nnx.Module):
             scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
             backend=self.runtime.backend,
         )
-        return jnp.einsum("sqhr,hvr->sqhv", o_latent, w_uv, precision=p)
+        return jnp.einsum("sqhr,hvr->sqhv", o_latent, w, precision=p)[..., nope:]
 
     def materialised(
         self,
@@ -95,7 +99,8 @@ class MLA(nnx.Module):
         step: Step,
     ) -> Float[Array, "slots q heads v"]:
         """Keys and values of every head, expanded for the whole cache; one masked softmax in float32."""
-        w_uk, w_uv = self.up_projections()
+        w = self.up_projections()
+        w_uk, w_uv = w[:, : self.config.qk_nope_head_dim], w[:, self.config.qk_nope_head_dim :]
         p, rank, q = self.runtime.precision, self.config.kv_lora_rank, q_nope.shape[1]
         latent, k_rope = rows[..., :rank].astype(q_nope.dtype), rows[..., rank:].astype(q_nope.dtype)
         k_nope = jnp.einsum("scr,hnr->shcn", latent, w_uk, precision=p)

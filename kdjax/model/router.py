@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.model.runtime import Runtime
+from pallas_kernels.numerics import matmul_nt
 
 
 def select(
@@ -44,7 +45,7 @@ class Router(nnx.Module):
     ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
         c = self.config
         weight = self.weight.get_value().astype(jnp.float32)
-        logits = jnp.einsum("td,ed->te", x.astype(jnp.float32), weight, precision=lax.Precision.HIGHEST)
+        logits = matmul_nt(x.astype(jnp.float32), weight)
         return select(
             logits,
             self.e_score_correction_bias.get_value(),

@@ -50,11 +50,13 @@ def dense_experts(
     weights: Float[Array, "tokens top_k"],
     gate: Float[Array, "experts inner hidden"],
     up: Float[Array, "experts inner hidden"],
-    down: Float[Array, "experts hidden inner"],
+    down: Float[Array, "hidden experts inner"],
     *,
     backend: str,
 ) -> Float[Array, "tokens hidden"]:
     """`int4_experts` for weights that are plain arrays in the dtype of `x` (bf16 checkpoints, or dequantised once).
+
+    `down` has its output axis first: all experts together are then one [hidden, experts * inner] matrix.
 
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from kdjax.config import Int4Config, ModelConfig, YarnConfig
 from kdjax.model import k2
-from kdjax.model.int4 import Int4, dequantize
+from kdjax.model.experts import OutputMajor, place_experts
+from kdjax.model.int4 import Int4
 from kdjax.model.runtime import Runtime
 
 PREFIX = "language_model."
@@ -38,7 +39,7 @@ def read_params(folder: pathlib.Path, config: ModelConfig, runtime: Runtime) -> 
     for shard in sorted(folder.glob("*.safetensors")):
         files |= load_file(shard)
 
-    def tensor(path: tuple, leaf: jax.ShapeDtypeStruct | Int4):
+    def tensor(path: tuple, leaf: jax.ShapeDtypeStruct | Int4 | OutputMajor):
         names = [str(k.key) for k in path]
         names = (["lm_head"] + names[1:]) if names[0] == "lm_head" else ["model", *names]
         name = PREFIX + ".".join(names)
@@ -52,8 +53,8 @@ def read_params(folder: pathlib.Path, config: ModelConfig, runtime: Runtime) -> 
         )
         columns = int(files[name.replace(".experts.", ".experts.0.") + "_shape"][1])
         int4 = Int4(jnp.asarray(packed.view(np.uint32)), jnp.asarray(scale), columns, 32)
-        return int4 if isinstance(leaf, Int4) else dequantize(int4, leaf.dtype)
+        return place_experts(int4, names[-2], runtime)
 
     return jax.tree_util.tree_map_with_path(
-        tensor, k2.abstract_params(config, runtime), is_leaf=lambda x: isinstance(x, Int4)
+        tensor, k2.abstract_params(config, runtime), is_leaf=lambda x: isinstance(x, Int4 | OutputMajor)
     )
