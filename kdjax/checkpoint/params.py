@@ -14,7 +14,7 @@ import numpy as np
 from kdjax.checkpoint.files import TensorFolder
 from kdjax.checkpoint.layout import Leaf, Stored
 from kdjax.errors import KdjaxError
-from kdjax.model.experts import place_experts
+from kdjax.model.experts import OutputMajor, place_experts
 from kdjax.model.int4 import Int4
 from kdjax.model.runtime import Runtime
 
@@ -45,7 +45,7 @@ def _gather(files: TensorFolder, leaf: Leaf, suffix: str) -> np.ndarray:
     return out
 
 
-def _load_leaf(files: TensorFolder, leaf: Leaf, runtime: Runtime) -> jax.Array | Int4:
+def _load_leaf(files: TensorFolder, leaf: Leaf, runtime: Runtime) -> jax.Array | Int4 | OutputMajor:
     if leaf.bias:
         return jnp.asarray(_gather(files, leaf, ".e_score_correction_bias"))
     if leaf.int4 is None:

@@ -138,4 +138,4 @@ def logits(
             f"lm_head.weight is {weight.shape}, the config says {(config.vocab_size, config.hidden_size)}: "
             "use the config of this checkpoint"
         )
-    return matmul_nt(hidden, weight, jnp.float32)
+    return matmul_nt(hidden, weight, jnp.dtype(jnp.float32))
