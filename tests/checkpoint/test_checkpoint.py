@@ -15,6 +15,7 @@ from kdjax.checkpoint import files, int4, load_drafter, load_target, save_drafte
 from kdjax.checkpoint.layout import is_ignored
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
+from kdjax.model.experts import OutputMajor
 from kdjax.model.int4 import Int4, dequantize
 from kdjax.model.runtime import Runtime
 from kdjax.reference import checkpoint as reference
@@ -32,7 +33,12 @@ def assert_equal_trees(a, b):
 
 
 def assert_equal_values(ours, theirs):
-    """The same weights under the same paths, whatever their width."""
+    """The same weights under the same paths, whatever their width and memory layout."""
+    ours = jax.tree.map(
+        lambda x: x.array.swapaxes(0, 1) if isinstance(x, OutputMajor) else x,
+        ours,
+        is_leaf=lambda x: isinstance(x, OutputMajor),
+    )
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float64), y)
