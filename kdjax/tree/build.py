@@ -124,15 +124,15 @@ def _cost_keys(lp: Float[Array, "depth top"], cell: np.ndarray) -> Float[Array, 
     float32 sums would round differently along different paths and break ties wrongly; these are integers.
     """
     flat = lp.reshape(-1)
-    finite = jnp.append(jnp.isfinite(flat), True)
-    limbs = jnp.pad(_fixed_point(flat), ((0, 0), (0, 1)))
-    sums = jnp.sum(limbs[:, cell], -1, dtype=jnp.uint32)
-    keys, carry = [], jnp.zeros_like(sums[0])
+    impossible = (~jnp.isfinite(flat)).astype(jnp.uint32)
+    limbs = jnp.pad(jnp.concatenate([impossible[None], _fixed_point(flat)]), ((0, 0), (0, 1)))
+    impossible, *sums = jnp.sum(limbs[:, cell], -1, dtype=jnp.uint32)
+    keys, carry = [], jnp.zeros_like(impossible)
     for limb in sums[::-1]:
         total = limb + carry
         keys.append((total & _LIMB_MASK).astype(jnp.float32))
         carry = total >> _LIMB_BITS
-    keys[-1] = jnp.where(jnp.all(finite[cell], -1), keys[-1], jnp.inf)
+    keys[-1] = jnp.where(impossible > 0, jnp.inf, keys[-1])
     return jnp.stack(keys[::-1])
 
 
@@ -161,7 +161,7 @@ def _smallest(keys: Float[Array, "limbs candidates"], k: int) -> Int[Array, "k"]
     inside = jnp.zeros(keys.shape[1:], jnp.float32)  # 1: among the k for certain, 0: tied so far, -1: out
     for limb in -keys:
         rank = jnp.where(inside > 0, jnp.inf, jnp.where(inside < 0, -jnp.inf, limb))
-        kth = lax.top_k(rank, k)[0][-1]
+        kth = jnp.min(lax.top_k(rank, k)[0])  # not a slice of it: XLA turns that into a full sort
         inside = jnp.where(inside == 0, jnp.sign(jnp.where(limb == kth, 0.0, limb - kth)), inside)
     chosen = jnp.sort(lax.top_k(inside, k)[1]).astype(jnp.int32)
     return lax.sort((*keys[:, chosen], chosen), num_keys=len(keys), is_stable=True)[-1]
