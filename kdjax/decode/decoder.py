@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kdjax.checkpoint import Drafter, Target
@@ -204,7 +205,8 @@ class Decoder:
         if capacity not in self._compiled:
             scalar = np.int32(0)
             chunk = np.zeros(self.config.prefill_chunk, np.int32)
-            admission = loop.Admission(scalar, scalar, np.uint32(0), np.zeros(MAX_STOP_TOKENS, np.int32))
+            none = jnp.zeros((), jnp.int32)
+            admission = loop.Admission(none, none, jnp.uint32(0), jnp.zeros(MAX_STOP_TOKENS, jnp.int32))
             self._compiled[capacity] = _Compiled(
                 loop.prefill.lower(
                     self.program, self.params, state, scalar, chunk, scalar, scalar, np.bool_(True), admission
@@ -220,7 +222,9 @@ class Decoder:
         stops = sorted(set(request.stop_token_ids))
         stop[: len(stops)] = stops
         budget = self.program.budget if request.budget is None else min(request.budget, self.program.budget)
-        admission = loop.Admission(np.int32(request.max_new_tokens), np.int32(budget), np.uint32(request.seed), stop)
+        admission = loop.Admission(
+            jnp.int32(request.max_new_tokens), jnp.int32(budget), jnp.uint32(request.seed), jnp.asarray(stop)
+        )
         size, prompt = self.config.prefill_chunk, np.asarray(request.prompt_ids, np.int32)
         report = None
         for start in range(0, len(prompt), size):

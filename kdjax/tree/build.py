@@ -72,7 +72,7 @@ def select(
     broken = jnp.any(jnp.isnan(lp), (1, 2)) | ~jnp.all(jnp.isfinite(lp[:, :, 0]), 1)
     limit = jnp.where(broken, 0, limit)
     table = candidates(depth, budget, min(budget, top))
-    return jax.vmap(lambda *slot: _select(*slot, table, budget))(lp, ids, roots, limit)
+    return jax.vmap(lambda *slot: _select(*slot, table=table, budget=budget))(lp, ids, roots, limit)
 
 
 def _select(

@@ -34,8 +34,8 @@ def sharded_top_k(
     values, ids = top_k(logits, min(k, width))
     ids = ids + lax.axis_index(axis_name).astype(jnp.int32) * width
     axis = values.ndim - 1
-    gathered = (lax.all_gather(x, axis_name, axis=axis, tiled=True) for x in (values, ids))
-    return merge_top_k(*gathered, k)
+    values, ids = (lax.all_gather(x, axis_name, axis=axis, tiled=True) for x in (values, ids))
+    return merge_top_k(values, ids, k)
 
 
 def log_normaliser(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows"]:
