@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from experiments.nano.network import linear, rms_norm, swiglu
 from kdjax.config.model import DrafterConfig
-from kdjax.model.yarn import inverse_frequencies
+from kdjax.model.rope import inverse_frequencies
 
 Params = dict[str, Any]
 

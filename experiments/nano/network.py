@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kdjax.config.model import ModelConfig
-from kdjax.model.yarn import inverse_frequencies, softmax_scale
+from kdjax.model.rope import inverse_frequencies, mla_softmax_scale
 
 Params = dict[str, Any]
 
@@ -135,7 +135,7 @@ def attention(config: ModelConfig, p: Params, x: Float[Array, "batch seq hidden"
         k,
         kv[..., nope:],
         is_causal=True,
-        scale=float(softmax_scale(config)),
+        scale=mla_softmax_scale(config.qk_head_dim, config.rope_scaling),
         implementation="cudnn" if implementation == "cudnn" else "xla",
     )
     return linear(p["o_proj"], out.reshape(b, t, -1))

@@ -15,7 +15,7 @@ from experiments.nano import network
 from experiments.nano.config import NanoConfig, SelfDataConfig
 from experiments.nano.data import Windows
 from kdjax.config.model import ModelConfig
-from kdjax.model.yarn import inverse_frequencies, softmax_scale
+from kdjax.model.rope import inverse_frequencies, mla_softmax_scale
 
 LOOP_WINDOW, LOOP_NGRAM, LOOP_REPEATS = 64, 8, 4
 
@@ -62,7 +62,9 @@ def generate_rows(
         q_latent = jnp.einsum("bhn,hnr->bhr", q[:, 0, :, :nope], kv_b[:, :nope])
         query = jnp.concatenate([q_latent, network.rotate_interleaved(q[..., nope:], angle)[:, 0]], -1)
         score = jnp.einsum("bhr,btr->bht", query, rows_of_layer, preferred_element_type=jnp.float32)
-        score = jnp.where(jnp.arange(seq_len) <= t, score * float(softmax_scale(config)), -jnp.inf)
+        score = jnp.where(
+            jnp.arange(seq_len) <= t, score * mla_softmax_scale(config.qk_head_dim, config.rope_scaling), -jnp.inf
+        )
         weight = jax.nn.softmax(score, -1).astype(x.dtype)
         out = jnp.einsum("bht,btr->bhr", weight, rows_of_layer[..., : config.kv_lora_rank])
         out = jnp.einsum("bhr,hvr->bhv", out, kv_b[:, nope:])
