@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kdjax.config import ModelConfig
@@ -78,10 +79,16 @@ class MLA(nnx.Module):
         weight would copy it in every forward, which costs more than the extra arithmetic.
         """
         w = self.up_projections()
-        p, nope = self.runtime.precision, self.config.qk_nope_head_dim
+        nope = self.config.qk_nope_head_dim
+
+        def per_head(x: Array, w: Array, contracted: int) -> Array:
+            """Not einsum: it swaps the operands, for which XLA's CPU backend has no fast matmul."""
+            dims = (((3,), (contracted,)), ((2,), (0,)))
+            return jnp.moveaxis(lax.dot_general(x, w, dims, precision=self.runtime.precision), 0, 2)
+
         q_padded = jnp.pad(q_nope, ((0, 0), (0, 0), (0, 0), (0, self.config.v_head_dim)))
         o_latent = tree_attention(
-            jnp.einsum("sqhn,hnr->sqhr", q_padded, w, precision=p),
+            per_head(q_padded, w, 1),
             q_rope,
             rows,
             step.lengths,
@@ -89,7 +96,7 @@ class MLA(nnx.Module):
             scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
             backend=self.runtime.backend,
         )
-        return jnp.einsum("sqhr,hvr->sqhv", o_latent, w, precision=p)[..., nope:]
+        return per_head(o_latent, w, 2)[..., nope:]
 
     def materialised(
         self,

@@ -53,7 +53,7 @@ def forward(params, tokens, positions, cache, ancestors=None, n_valid=None, *, c
 
 def prefill(params, prompts, capacity=64, tree_rows=16, *, config=CONFIG, runtime=FLOAT32):
     """One slot per prompt (padded, `n_valid`): the cache with every prompt committed, and the hidden states."""
-    width = max(map(len, prompts))
+    width = 16  # one compiled program for every prompt
     tokens = jnp.asarray([list(p) + [0] * (width - len(p)) for p in prompts], jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)

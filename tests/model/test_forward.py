@@ -53,8 +53,9 @@ def test_each_node_equals_a_fresh_prefill_of_its_path():
     cache, _ = prefill(PARAMS, [PROMPT])
     out = verify(cache, TREE_TOKENS, PARENTS)
     for node in range(len(PARENTS)):
-        _, hidden = prefill(PARAMS, [PROMPT + [TREE_TOKENS[n] for n in path(PARENTS, node)]])
-        SAME_MODEL_FLOAT32.check(out.hidden[0, node], hidden[0, -1], f"node {node}")
+        prompt = PROMPT + [TREE_TOKENS[n] for n in path(PARENTS, node)]
+        _, hidden = prefill(PARAMS, [prompt])
+        SAME_MODEL_FLOAT32.check(out.hidden[0, node], hidden[0, len(prompt) - 1], f"node {node}")
 
 
 def test_commit_of_a_scattered_path_equals_a_prefill():
@@ -108,8 +109,7 @@ def test_jitted_equals_unjitted_and_positions_are_data():
     tokens = jnp.asarray([TREE_TOKENS], jnp.int32)
     good = cache.lengths[:, None] + depth[None, :]
     sequential = cache.lengths[:, None] + jnp.arange(len(PARENTS), dtype=jnp.int32)[None, :]
-    with jax.disable_jit():
-        plain = k2.forward(PARAMS, CONFIG, tokens, good, cache, ancestors=mask[None], runtime=FLOAT32)
+    plain = k2.forward(PARAMS, CONFIG, tokens, good, cache, ancestors=mask[None], runtime=FLOAT32)
     jitted = forward(PARAMS, tokens, good, cache, mask[None])
     SAME_MODEL_FLOAT32.check(jitted.hidden, plain.hidden)
     # The same compiled program must react to other positions: node 8 is a child of the root.

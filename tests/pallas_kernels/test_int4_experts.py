@@ -139,7 +139,7 @@ def test_dequantize_scale_edges(oracle):
 
 def test_dequantize_odd_widths(oracle):
     o = oracle("pack_codes")
-    for case in o.meta["cases"]:
+    for case in [c for c in o.meta["cases"] if c["cols"] % 8]:
         name, rows, columns = f"c{case['index']}", case["rows"], case["cols"]
         packed = jnp.asarray(o.expected[f"{name}.packed"].view(np.uint32))
         scale = jnp.ones((rows, -(-columns // 32)), jnp.bfloat16)
