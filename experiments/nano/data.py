@@ -33,7 +33,7 @@ class Windows(NamedTuple):
 
     tokens: UInt16[Array, " total"]
     first: Int[Array, " domains"]
-    count: Int[Array, " domains"]
+    length: Int[Array, " domains"]
     stride: Int[Array, " domains"]
     cumulative: Float[Array, " domains"]
 
@@ -41,8 +41,8 @@ class Windows(NamedTuple):
         """Draws a domain by weight, then a window in it, uniformly."""
         choose, place = jax.random.split(key)
         domain = jnp.searchsorted(self.cumulative, jax.random.uniform(choose, (batch,)))
-        domain = jnp.minimum(domain, self.count.shape[0] - 1)
-        slots = jnp.maximum((self.count[domain] - length) // self.stride[domain] + 1, 1)
+        domain = jnp.minimum(domain, self.length.shape[0] - 1)
+        slots = jnp.maximum((self.length[domain] - length) // self.stride[domain] + 1, 1)
         start = (jax.random.uniform(place, (batch,)) * slots).astype(jnp.int32) * self.stride[domain]
         index = (self.first[domain] + start)[:, None] + jnp.arange(length, dtype=jnp.int32)
         return self.tokens[index].astype(jnp.int32)
@@ -121,7 +121,7 @@ def windows(tokens: dict[str, np.ndarray], shares: dict[str, float], strides: di
     return Windows(
         tokens=jnp.asarray(np.concatenate([tokens[n] for n in names])),
         first=jnp.asarray(np.concatenate([[0], np.cumsum(lengths)[:-1]]), jnp.int32),
-        count=jnp.asarray(lengths, jnp.int32),
+        length=jnp.asarray(lengths, jnp.int32),
         stride=jnp.asarray([(strides or {}).get(n, 1) for n in names], jnp.int32),
         cumulative=jnp.asarray(np.cumsum([shares[n] for n in names]), jnp.float32),
     )

@@ -100,7 +100,7 @@ def train(
     while True:
         elapsed = elapsed_before + time.monotonic() - start
         step = int(state.step)
-        progress = step / config.steps if config.steps is not None else elapsed / total
+        progress = elapsed / total if total is not None else step / (config.steps or 1)
         if progress >= 1.0:
             break
         phase = next(p for p in config.phases if progress < p.until)

@@ -81,17 +81,16 @@ class Experts(nnx.Module):
         indices: Int32[Array, "tokens top_k"],
         weights: Float32[Array, "tokens top_k"],
     ) -> Float[Array, "tokens hidden"]:
-        matrices = [m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj)]
-        packed = [m for m in matrices if isinstance(m, Int4)]
-        dense = [m for m in matrices if not isinstance(m, Int4)]
-        if not packed:
-            gate, up, down = dense
-            down = down.array if isinstance(down, OutputMajor) else jnp.swapaxes(down, 0, 1)
-            return dense_experts(x, indices, weights, gate, up, down, backend=self.runtime.backend)
-        if dense or len({m.group_size for m in packed}) > 1:
+        gate, up, down = (m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj))
+        packed = [m for m in (gate, up, down) if isinstance(m, Int4)]
+        if len(packed) == 3 and len({m.group_size for m in packed}) == 1:
+            arrays = [a for m in packed for a in (m.packed, m.scale)]
+            group_size = packed[0].group_size
+            return int4_experts(x, indices, weights, *arrays, group_size=group_size, backend=self.runtime.backend)
+        if isinstance(gate, Int4 | OutputMajor) or isinstance(up, Int4 | OutputMajor) or isinstance(down, Int4):
             raise KdjaxError("gate_proj, up_proj and down_proj of the experts differ in format: quantise all or none")
-        arrays = [a for m in packed for a in (m.packed, m.scale)]
-        return int4_experts(x, indices, weights, *arrays, group_size=packed[0].group_size, backend=self.runtime.backend)
+        down = down.array if isinstance(down, OutputMajor) else jnp.swapaxes(down, 0, 1)
+        return dense_experts(x, indices, weights, gate, up, down, backend=self.runtime.backend)
 
 
 class MoE(nnx.Module):
