@@ -47,7 +47,8 @@ def tau_macro(statistics: Sequence[Statistics]) -> float:
 
 class Timings(NamedTuple):
     """Wall-clock seconds. `decode` is the time of decode calls while the stream was live, other slots' work included;
-    `compile` is what the whole call spent compiling, part of neither of the others."""
+    `compile` is what the whole call spent waiting for the compiler, part of neither of the others. On a cold start the
+    first `prefill` shares the machine with the compilation of the decode program."""
 
     prefill: float
     compile: float

@@ -86,6 +86,25 @@ def test_filters_cut_ties_by_token_id(config, expected):
         assert np.flatnonzero(reference.kept(np.log(p), same)).tolist() == expected
 
 
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_top_p_beyond_the_head_of_a_flat_distribution(spread):
+    """A flat row needs nearly every token, which the first look at the most likely ones cannot see."""
+    logits = (np.random.default_rng(6).normal(size=(4, 1000)) * spread).astype(np.float32)
+    config = Sampling(temperature=1.0, top_p=0.9)
+    keep = np.asarray(jax.jit(kept, static_argnums=1)(jnp.asarray(logits), config))
+    expected = [reference.kept(row, reference.Sampling(temperature=1.0, top_p=0.9)).sum() for row in logits]
+    np.testing.assert_allclose(keep.sum(-1), expected, atol=1)  # one token at the cut may round either way
+    assert (min(expected) > 800) == (spread < 1)
+
+
+def test_top_k_keeps_its_tail_where_the_mass_rounds_to_one():
+    logits = np.full((1, 300), -40.0, np.float32)
+    logits[0, 0] = 0.0
+    for k in (50, 200):
+        keep = kept(jnp.asarray(logits), Sampling(temperature=1.0, top_k=k))
+        assert np.flatnonzero(np.asarray(keep)[0]).tolist() == list(range(k))
+
+
 def test_greedy_takes_the_lowest_id_and_ignores_the_seed():
     logits = jnp.array([[[1.0, 3.0, 3.0, 0.0]]], jnp.float32)
     for seed in (0, 9):
