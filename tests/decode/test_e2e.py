@@ -77,21 +77,37 @@ def runs(name: str, mode: str, budgets: list[int]) -> tuple:
     return case, Trace(decoder, [Request(**request, budget=b) for b in budgets])
 
 
-def check(case, label: str, rounds: list[dict], tokens: list[int], atol: float) -> None:
+def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return found
+
+
+# Drafts of two implementations may differ by 1e-4: nodes whose scores are closer than this may swap places.
+CLOSE_SCORES = 2e-4
+
+
+def check(case, label: str, rounds: list[dict], tokens: list[int]) -> None:
     run = case.meta["runs"][label]
+    given = bool(case.inputs)  # draft logits come from a table: trees are exact, ties included
     assert tokens[:NEW] == case.meta["final_tokens"]
     assert [r["accepted"] for r in rounds] == run["accepted_lengths"]
     for mine, golden in zip(rounds, run["rounds"], strict=True):
         for key in ("start", "root"):
             assert mine[key] == golden[key]
-        assert mine["tokens"] == golden.get("tree_tokens", golden.get("tokens"))
-        assert mine["parents"] == golden["parents"]
-    prefix = f"b{label}."
-    stored = {k: v for k, v in case.expected.items() if k.startswith(prefix)}
-    for key, expected in stored.items():
-        _, number, which = key.split(".")
-        mine = rounds[int(number.removeprefix("round"))][which]
-        np.testing.assert_allclose(mine, expected, atol=atol, rtol=1e-4)
+        expected = paths(golden["tree_tokens"], golden["parents"])
+        drafted = paths(mine["tokens"], mine["parents"])
+        gap = golden.get("min_gap_between_successive_scores")
+        if given or gap is None or gap > CLOSE_SCORES:
+            assert drafted == expected
+        else:
+            assert set(drafted) == set(expected)
+    for key, expected in case.expected.items():
+        budget, number, which = key.split(".")
+        if budget == f"b{label}":
+            mine = rounds[int(number.removeprefix("round"))][which]
+            np.testing.assert_allclose(mine, expected, atol=5e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["e2e_teacher_p0", "e2e_teacher_p2", "e2e_random_drafter_p0"])
@@ -99,10 +115,10 @@ def test_tree(name):
     budgets = [4, 8, 16] if "teacher" in name else [4, 8, 16, 64]
     case, trace = runs(name, "tree", [0, *budgets])
     for slot, budget in enumerate([0, *budgets]):
-        check(case, str(budget), trace.rounds[slot], trace.tokens[slot], 5e-4)
+        check(case, str(budget), trace.rounds[slot], trace.tokens[slot])
 
 
 @pytest.mark.parametrize("name", ["e2e_teacher_p0", "e2e_random_drafter_p0"])
 def test_chain(name):
     case, trace = runs(name, "chain", [7])
-    check(case, "chain", trace.rounds[0], trace.tokens[0], 5e-4)
+    check(case, "chain", trace.rounds[0], trace.tokens[0])
