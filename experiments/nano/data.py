@@ -62,7 +62,8 @@ def read_corpus(config: DataConfig, split: str) -> Corpus:
     ) as pool:
         for path in files:
             name = path.name.split(".")[0]
-            text = (gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open("rt")).read()
+            raw = path.read_bytes()
+            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
             documents = [d for d in text.split(SEPARATOR) if d.strip()]
             sizes[name] = sum(len(d.encode()) for d in documents)
             tokens[name] = list(pool.map(_encode, _chunks(documents)))

@@ -17,7 +17,7 @@ def _name(path: tuple) -> str:
 
 def save_tree(path: pathlib.Path, tree: Any, *, max_bytes: int | None = None) -> list[pathlib.Path]:
     """Writes `tree` atomically as `path` or, where it exceeds `max_bytes`, as numbered parts beside it."""
-    leaves = {_name(p): np.ascontiguousarray(x) for p, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = {_name(p): np.asarray(x, order="C") for p, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
     parts: list[dict[str, np.ndarray]] = [{}]
     size = 0
     for name, leaf in leaves.items():

@@ -64,7 +64,7 @@ def train(
         factor = schedule(config.optimizer, progress)
         updates, opt_state = tx.update(grads, state.optimizer, state.params)
         new_params = optax.apply_updates(state.params, jax.tree.map(lambda u: u * factor, updates))
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), **metrics}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
         return TrainState(new_params, new_extra, opt_state, state.step + 1), metrics
 
     def chunk(phase: Phase):
@@ -89,12 +89,11 @@ def train(
         raise KdjaxError(
             f"compilation alone took {start - opened:.0f} s of minutes={config.minutes}: give more minutes"
         )
-    log = (folder / "metrics.jsonl").open("a")
     next_evaluation = config.evaluate_every_seconds
 
     def write(record: dict[str, Any]) -> None:
-        log.write(json.dumps(record) + "\n")
-        log.flush()
+        with (folder / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps(record) + "\n")
         console.print(" ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()))
 
     while True:

@@ -1,9 +1,11 @@
 """The training networks compute the same functions as the float64 reference, rounding aside."""
 
+import functools
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,13 +16,7 @@ from kdjax.reference import drafter as reference_drafter
 from kdjax.reference import model as reference_model
 
 CONFIG = load(NanoConfig, pathlib.Path(__file__).parents[2] / "configs/experiments/nano.toml")
-
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-    """The strict promotion of this suite is a rule for the library; the training code broadcasts freely."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+TARGET = msgspec.structs.replace(CONFIG.target, num_hidden_layers=3)
 
 
 def widen(tree):
@@ -28,15 +24,13 @@ def widen(tree):
 
 
 @pytest.fixture
-def target():
-    config = CONFIG.target
-    params = network.init_params(config, jax.random.key(0))
-    bias = jax.random.normal(jax.random.key(1), network.init_router_bias(config).shape) * 0.05
-    return params, bias
+def target(random_params):
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16)) * 0.05, jnp.float32)
+    return random_params(network.init_params, TARGET), bias
 
 
 def reference_params(params, bias):
-    thawed, _ = network.thaw(CONFIG.target, network.freeze(CONFIG.target, params, bias))
+    thawed, _ = network.thaw(TARGET, network.freeze(TARGET, params, bias))
     out = widen(thawed)
     for i, b in enumerate(np.asarray(bias, np.float64)):
         out["layers"][i + 1]["mlp"]["gate"]["e_score_correction_bias"] = b
@@ -51,10 +45,11 @@ def relative(a, b):
 def test_target_equals_reference(target):
     params, bias = target
     tokens = np.random.default_rng(0).integers(0, 4096, 48)
-    thawed, _ = network.thaw(CONFIG.target, network.freeze(CONFIG.target, params, bias))
-    fake = network.forward(CONFIG.target, thawed, bias, tokens[None], int4=False, dtype=jnp.float32)
+    thawed, _ = network.thaw(TARGET, network.freeze(TARGET, params, bias))
+    forward = jax.jit(functools.partial(network.forward, TARGET, int4=False, dtype=jnp.float32))
+    fake = forward(thawed, bias, tokens[None])
     ref = reference_model.forward(
-        reference_params(params, bias), CONFIG.target, tokens, np.arange(48), reference_model.empty_cache(CONFIG.target)
+        reference_params(params, bias), TARGET, tokens, np.arange(48), reference_model.empty_cache(TARGET)
     )
     assert relative(fake.hidden[0], ref.hidden) < 1e-4
     for layer, residual in enumerate(fake.residuals):
@@ -70,14 +65,14 @@ def test_frozen_experts_are_what_training_saw(target):
 
 
 @pytest.mark.parametrize("start", [1, 40, 300])
-def test_drafter_equals_reference(start):
+def test_drafter_equals_reference(start, random_params):
     config = CONFIG.drafter
-    params = draft_network.init_params(config, jax.random.key(2))
-    bf16 = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    params = random_params(draft_network.init_params, config)
+    bf16 = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), params)
     rng = np.random.default_rng(start)
     taps = jnp.asarray(rng.normal(size=(1, 320, 768)), jnp.bfloat16)
     block = jnp.asarray(rng.normal(size=(1, 1, config.block_size, 256)), jnp.bfloat16)
-    out = draft_network.forward(config, bf16, taps, jnp.full((1, 1), start), block)
+    out = jax.jit(draft_network.forward, static_argnums=0)(config, bf16, taps, jnp.full((1, 1), start), block)
     ref = widen(bf16)
     context = reference_drafter.context(ref, config, widen(taps)[0, :start], np.arange(start))
     expected = reference_drafter.draft(ref, config, widen(block)[0, 0], start, context)
