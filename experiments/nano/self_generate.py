@@ -130,6 +130,6 @@ def run(config: NanoConfig, folder: pathlib.Path, params: Any, bias: Array, data
     file = folder / "self_data.npz"
     if file.exists():
         return dict(np.load(file))
-    tokens = self_data(config.self_data, config.target, params, bias, data)
+    tokens: dict[str, Any] = self_data(config.self_data, config.target, params, bias, data)
     np.savez(file, **tokens)
     return tokens

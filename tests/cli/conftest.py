@@ -2,8 +2,10 @@
 
 import pathlib
 
+import jax
 import msgspec
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from kdjax.checkpoint import save_drafter, save_target
 from tests.checkpoint.random_models import DRAFTER, TARGET, random_drafter, random_target
@@ -40,3 +42,15 @@ def tiny(tmp_path_factory) -> pathlib.Path:
     save_drafter(folder / "drafter", drafter, random_drafter(drafter))
     save_drafter(folder / "stranger", stranger, random_drafter(stranger))
     return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The compilation cache of this module's runs, and of no other test: JAX looks for it once per process."""
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    compilation_cache.reset_cache()
+    yield tmp_path_factory.mktemp("cache")
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

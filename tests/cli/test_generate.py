@@ -8,28 +8,15 @@ import signal
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file, save_file
 
 from kdjax.cli import main
 from kdjax.config import GenerateConfig, load
 
+pytestmark = pytest.mark.newest
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """The compilation cache of this module's runs, and of no other test: JAX looks for it once per process."""
-    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
-    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
-    compilation_cache.reset_cache()
-    yield tmp_path_factory.mktemp("cache")
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture

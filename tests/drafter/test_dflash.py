@@ -15,6 +15,8 @@ from kdjax.model.runtime import Runtime
 from tests import tolerances
 from tests.checkpoint.random_models import TARGET
 
+pytestmark = pytest.mark.newest
+
 EXACT = Runtime(compute_dtype="float32", cache_dtype="float32")
 CASES = [
     "dflash_full_yarn",

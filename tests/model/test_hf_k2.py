@@ -16,6 +16,8 @@ from kdjax.model.runtime import CPU_EXACT, Runtime
 from tests.model.loader import read_config, read_params
 from tests.tolerances import TARGET_CACHE, TARGET_LOGITS, TARGET_RESIDUAL
 
+pytestmark = pytest.mark.newest
+
 PACKED = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="packed")
 MATERIALISED = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="dequantized", mla="materialised")
 CHUNK, CAPACITY = 32, 256

@@ -11,6 +11,8 @@ import pytest
 from kdjax import tree as ddtree
 from tests.oracles import find, load
 
+pytestmark = pytest.mark.newest
+
 BUDGETS = (1, 4, 7, 8, 16, 22, 32, 64)
 TABLES = [
     "ddtree_table_full_mantissa_alternating",
