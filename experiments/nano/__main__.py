@@ -1,4 +1,4 @@
-"""`python -m experiments.nano target|drafter|export CONFIG --out DIR`: trains the small bundled model."""
+"""`python -m experiments.nano STAGE CONFIG --out DIR`: trains and measures the small bundled model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kdjax.errors import KdjaxError
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.nano", description=__doc__)
-    parser.add_argument("stage", choices=["target", "drafter", "export"])
+    parser.add_argument("stage", choices=["target", "drafter", "export", "evaluate"])
     parser.add_argument("config", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="run folder; an interrupted run continues")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config value")
@@ -25,8 +25,10 @@ def main() -> int:
             from experiments.nano import train_target as stage
         elif args.stage == "drafter":
             from experiments.nano import train_drafter as stage
-        else:
+        elif args.stage == "export":
             from experiments.nano import export as stage
+        else:
+            from experiments.nano import evaluate as stage
         stage.run(config, args.out)
     except KdjaxError as error:
         print(f"error: {error}", file=sys.stderr)

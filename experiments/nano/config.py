@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from kdjax.config.generate import ModelSection
 from kdjax.config.model import DrafterConfig, ModelConfig
 from kdjax.errors import KdjaxError
 
@@ -85,6 +88,35 @@ class DraftTrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     self_share: float = 0.6
 
 
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way of decoding whose acceptance is measured."""
+
+    mode: Literal["chain", "tree"]
+    budget: int
+    temperature: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}-{self.budget}-T{self.temperature:g}"
+
+
+class EvaluateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is measured on the held-out text of `data.corpus`: bits per byte, and acceptance in each of `cells`.
+
+    `prompts` runs of `prompt_len` tokens per domain are continued by up to `new_tokens`, `slots` at once; prompt i
+    draws its noise with seed `seed` + i. `stride` is that of the rolling windows.
+    """
+
+    model: ModelSection = ModelSection()
+    cells: tuple[Cell, ...]
+    prompts: int = 24
+    prompt_len: int = 64
+    new_tokens: int = 192
+    slots: int = 8
+    seed: int = 0
+    stride: int = 1024
+
+
 class NanoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that `python -m experiments.nano` needs."""
 
@@ -94,3 +126,4 @@ class NanoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     train_target: TrainConfig
     self_data: SelfDataConfig
     train_drafter: DraftTrainConfig
+    evaluate: EvaluateConfig

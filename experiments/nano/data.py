@@ -6,6 +6,7 @@ import concurrent.futures
 import gzip
 import multiprocessing
 import pathlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -48,23 +49,27 @@ class Windows(NamedTuple):
         return self.tokens[index].astype(jnp.int32)
 
 
-def read_corpus(config: DataConfig, split: str) -> Corpus:
-    """Tokenises `corpus/split/*`, in parallel over chunks of documents."""
+def read_documents(config: DataConfig, split: str) -> Iterator[tuple[str, list[str]]]:
+    """(domain, its documents) for each file of `corpus/split`, in order of name. Raises KdjaxError without any file."""
     folder = pathlib.Path(config.corpus) / split
     files = sorted(p for p in folder.glob("*") if p.name.endswith((".txt", ".txt.gz")))
     if not files:
         raise KdjaxError(f"no .txt or .txt.gz file in {folder}: point data.corpus at a folder with train/ and heldout/")
+    for path in files:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+        yield path.name.split(".")[0], [d for d in text.split(SEPARATOR) if d.strip()]
+
+
+def read_corpus(config: DataConfig, split: str) -> Corpus:
+    """Tokenises `corpus/split/*`, in parallel over chunks of documents."""
     tokens: dict[str, list[np.ndarray]] = {}
     sizes: dict[str, int] = {}
     # spawn: JAX has threads by now, and a forked child could inherit a lock that nobody releases
     with concurrent.futures.ProcessPoolExecutor(
         mp_context=multiprocessing.get_context("spawn"), initializer=_open_tokenizer, initargs=(config.tokenizer,)
     ) as pool:
-        for path in files:
-            name = path.name.split(".")[0]
-            raw = path.read_bytes()
-            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-            documents = [d for d in text.split(SEPARATOR) if d.strip()]
+        for name, documents in read_documents(config, split):
             sizes[name] = sum(len(d.encode()) for d in documents)
             tokens[name] = list(pool.map(_encode, _chunks(documents)))
     return Corpus({name: np.concatenate(parts) for name, parts in tokens.items()}, sizes)

@@ -1,0 +1,203 @@
+"""Measures a checkpoint on held-out text: bits per byte beside general compressors, and acceptance by domain."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, TypeVar
+
+import jax
+import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments.nano import acceptance, compressors
+from experiments.nano.config import Cell, EvaluateConfig, NanoConfig
+from experiments.nano.data import read_documents
+from experiments.nano.tables import markdown
+from kdjax.checkpoint import Drafter, Target, load_drafter, load_target, sha256
+from kdjax.cli.models import locate
+from kdjax.cli.start import configure_jax
+from kdjax.decode import DecodeConfig, Decoder
+from kdjax.errors import KdjaxError
+from kdjax.evaluate import Score, Scorer, pool
+from kdjax.model.runtime import CPU_EXACT
+from kdjax.tokenizer import Tokenizer
+
+GROUPS = {"python": "py_", "docs": "doc_", "prose": "prose_"}
+"""Sums over domains, by prefix of their name."""
+
+Measured = TypeVar("Measured")
+
+
+class Bits(msgspec.Struct, frozen=True):
+    """A domain's text under the model and under compressors; sizes in bytes."""
+
+    bits: float
+    tokens: int
+    bytes: int
+    xz_bytes: int
+    zpaq_bytes: int | None
+
+    @property
+    def score(self) -> Score:
+        return Score(self.bits, self.bytes, self.tokens)
+
+
+def run(config: NanoConfig, folder: pathlib.Path) -> None:
+    """Writes `evaluation.json` and `evaluation.md` in `folder`; what `folder/evaluation/` holds is not measured again.
+
+    Runs in float32, so that every mode must give the same tokens.
+
+    Raises KdjaxError where `folder` holds measurements with other settings or of other weights.
+    """
+    configure_jax(compilation_cache=True)
+    settings = config.evaluate
+    target_folder, drafter_folder = locate(settings.model, needs_drafter=True)
+    assert drafter_folder is not None
+    target = load_target(target_folder, CPU_EXACT)
+    drafter = load_drafter(drafter_folder, CPU_EXACT, target.config)
+    tokenizer = Tokenizer.from_checkpoint(target_folder)
+    documents = dict(read_documents(config.data, "heldout"))
+    kept = folder / "evaluation"
+    kept.mkdir(parents=True, exist_ok=True)
+    provenance = {
+        "sha256": {"target": sha256(target_folder), "drafter": sha256(drafter_folder)},
+        "settings": {name: value for name, value in msgspec.to_builtins(settings).items() if name != "cells"},
+    }
+    remember(kept / "settings.json", dict, lambda: provenance, expected=provenance)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as progress:
+        outputs = {
+            cell.name: measure_cell(cell, settings, target, drafter, tokenizer, documents, kept, progress)
+            for cell in settings.cells
+        }
+        bits = measure_bits(settings, target, tokenizer, documents, kept, progress)
+    result = {
+        **provenance,
+        "jax": metadata.version("jax"),
+        "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
+        "bits_per_byte": {name: bits_entry([bits[d] for d in members]) for name, members in _groups(bits).items()},
+        "acceptance": {
+            cell: {
+                name: acceptance_entry([o for d in members for o in by_domain[d]])
+                for name, members in _groups(by_domain).items()
+            }
+            for cell, by_domain in outputs.items()
+        },
+        "modes_identical": modes_identical(settings.cells, outputs),
+    }
+    (folder / "evaluation.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    (folder / "evaluation.md").write_text(markdown(result))
+
+
+def remember(
+    file: pathlib.Path, kind: type[Measured], measure: Callable[[], Measured], *, expected: Measured | None = None
+) -> Measured:
+    """The value in `file`, measured and written where it is absent. Raises KdjaxError if it is not `expected`."""
+    if not file.exists():
+        part = file.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(measure()))
+        part.replace(file)
+    value = msgspec.json.decode(file.read_bytes(), type=kind)
+    if expected is not None and value != expected:
+        raise KdjaxError(f"{file} belongs to another checkpoint or other settings: give another --out")
+    return value
+
+
+def measure_cell(
+    cell: Cell,
+    settings: EvaluateConfig,
+    target: Target,
+    drafter: Drafter,
+    tokenizer: Tokenizer,
+    documents: dict[str, list[str]],
+    kept: pathlib.Path,
+    progress: Progress,
+) -> dict[str, list[acceptance.Output]]:
+    """The outputs of each domain. One decoder, hence one compiled program, serves all domains."""
+    decoder = Decoder(
+        target,
+        drafter,
+        DecodeConfig(mode=cell.mode, budget=cell.budget, temperature=cell.temperature),
+        CPU_EXACT,
+        slots=settings.slots,
+        context=settings.prompt_len + settings.new_tokens,
+    )
+
+    def outputs(texts: list[str]) -> list[acceptance.Output]:
+        encoded = [tokenizer.encode(text) for text in texts]
+        prompts = acceptance.prompts(encoded, settings.prompts, settings.prompt_len)
+        return acceptance.measure(decoder, tokenizer, prompts, settings.new_tokens, settings.seed)
+
+    task = progress.add_task(cell.name, total=len(documents))
+    result = {}
+    for domain, texts in documents.items():
+        file = kept / f"{cell.name}.{domain}.json"
+        result[domain] = remember(file, list[acceptance.Output], lambda texts=texts: outputs(texts))
+        progress.advance(task)
+    return result
+
+
+def measure_bits(
+    settings: EvaluateConfig,
+    target: Target,
+    tokenizer: Tokenizer,
+    documents: dict[str, list[str]],
+    kept: pathlib.Path,
+    progress: Progress,
+) -> dict[str, Bits]:
+    """Every document starts after the token that starts a prompt; compressors see a domain's documents end to end."""
+    scorer = Scorer(target, CPU_EXACT, stride=settings.stride)
+    (start,) = tokenizer.prompt_prefix
+    task = progress.add_task(
+        "bits per byte (KB)", total=sum(len(t.encode()) for ts in documents.values() for t in ts) // 1000
+    )
+
+    def bits(texts: list[str]) -> Bits:
+        score = pool(scorer.text(text, tokenizer.encode, start) for text in texts)
+        data = "".join(texts).encode()
+        return Bits(score.bits, score.tokens, score.bytes, compressors.xz_bytes(data), compressors.zpaq_bytes(data))
+
+    result = {}
+    for domain, texts in documents.items():
+        result[domain] = remember(kept / f"bits.{domain}.json", Bits, lambda texts=texts: bits(texts))
+        progress.advance(task, result[domain].bytes // 1000)
+    return result
+
+
+def modes_identical(cells: Sequence[Cell], outputs: dict[str, dict[str, list[acceptance.Output]]]) -> bool:
+    """Whether all modes gave the same tokens at the same temperature."""
+    tokens: dict[float, Any] = {}
+    for cell in cells:
+        mine = {domain: [o.token_ids for o in many] for domain, many in outputs[cell.name].items()}
+        if tokens.setdefault(cell.temperature, mine) != mine:
+            return False
+    return True
+
+
+def _groups(domains: dict[str, Any]) -> dict[str, list[str]]:
+    """Every domain by itself, then the sums."""
+    sums = {name: [d for d in domains if d.startswith(prefix)] for name, prefix in GROUPS.items()}
+    return {d: [d] for d in domains} | {name: members for name, members in sums.items() if members}
+
+
+def bits_entry(parts: list[Bits]) -> dict[str, Any]:
+    total = pool(p.score for p in parts)
+    zpaq = [p.zpaq_bytes for p in parts if p.zpaq_bytes is not None]
+    return {
+        "bytes": total.bytes,
+        "tokens": total.tokens,
+        "model": total.bits_per_byte,
+        "xz": 8 * sum(p.xz_bytes for p in parts) / total.bytes,
+        "zpaq": 8 * sum(zpaq) / total.bytes if len(zpaq) == len(parts) else None,
+    }
+
+
+def acceptance_entry(outputs: list[acceptance.Output]) -> dict[str, Any]:
+    return {
+        "looping": sum(o.loops for o in outputs) / len(outputs),
+        "without_loops": acceptance.summary([o for o in outputs if not o.loops]),
+        "with_loops": acceptance.summary(outputs),
+    }

@@ -1,0 +1,110 @@
+"""The pieces of the evaluation that decide which numbers are reported."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.nano import acceptance, compressors, evaluate
+from experiments.nano.acceptance import Output
+from experiments.nano.config import Cell
+from experiments.nano.tables import markdown
+from kdjax.errors import KdjaxError
+
+
+def output(rounds=2, emitted=6, accepted=(2, 1, 1), loops=False, round_bytes=18, token_ids=(1, 2)):
+    return Output(token_ids, rounds, emitted, accepted, round_bytes, loops)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 30), st.integers(1, 12))
+def test_prompts_lie_inside_one_document(sizes, count, length):
+    documents = [[100 * d + i for i in range(size)] for d, size in enumerate(sizes)]
+    if max(sizes) < length:
+        with pytest.raises(KdjaxError, match="prompt_len"):
+            acceptance.prompts(documents, count, length)
+        return
+    chosen = acceptance.prompts(documents, count, length)
+    assert len(chosen) == count
+    for prompt in chosen:
+        document = documents[prompt[0] // 100]
+        start = prompt[0] % 100
+        assert list(prompt) == document[start : start + length]
+
+
+def test_prompts_are_spread_evenly():
+    starts = [p[0] for p in acceptance.prompts([list(range(1000))], 10, 5)]
+    assert starts == list(range(0, 1000, 100))
+
+
+@pytest.mark.parametrize(
+    "repeats, loops",
+    [(4, False), (5, True)],
+)
+def test_loop_is_an_eight_gram_more_than_four_times(repeats, loops):
+    gram = list(range(8))
+    filler = list(range(100, 164))
+    text = [t for i in range(repeats) for t in [*gram, 200 + i]]
+    assert acceptance.is_loop(filler + text) == loops
+    assert not acceptance.is_loop(text + filler)  # only the last 64 tokens count
+
+
+def test_short_outputs_do_not_loop():
+    assert not acceptance.is_loop([7] * 11)
+    assert acceptance.is_loop([7] * 12)
+    assert not acceptance.is_loop([])
+
+
+def test_summary_pools_rounds():
+    a, b = output(), output(rounds=8, emitted=8, accepted=(0, 0, 0), round_bytes=22)
+    s = acceptance.summary([a, b])
+    assert (s.prompts, s.rounds) == (2, 10)
+    assert s.tau_micro == 1.4 and s.tau_macro == 2.0 and s.bytes_per_verify == 4.0
+    assert s.acceptance_by_depth == (0.2, 0.5, 1.0)
+    assert acceptance.summary([]) is None
+
+
+def test_compressors_see_the_bytes():
+    text = b"def f(x):\n    return x\n" * 200
+    noise = np.random.default_rng(0).bytes(len(text))
+    assert compressors.xz_bytes(text) < len(text) / 10 < len(noise) <= compressors.xz_bytes(noise)
+    if shutil.which("zpaq"):
+        packed = compressors.zpaq_bytes(noise)
+        assert packed is not None and len(noise) <= packed < 1.02 * len(noise)
+    else:
+        assert compressors.zpaq_bytes(text) is None
+
+
+def test_measurements_are_kept_and_not_mixed(tmp_path):
+    calls = []
+    file = tmp_path / "x.json"
+
+    def measure():
+        calls.append(1)
+        return {"a": 1}
+
+    assert evaluate.remember(file, dict, measure) == evaluate.remember(file, dict, measure) == {"a": 1}
+    assert calls == [1] and json.loads(file.read_text()) == {"a": 1}
+    with pytest.raises(KdjaxError, match="another --out"):
+        evaluate.remember(file, dict, measure, expected={"a": 2})
+
+
+def test_modes_are_compared_at_the_same_temperature():
+    cells = [
+        Cell(mode="chain", budget=7),
+        Cell(mode="tree", budget=15),
+        Cell(mode="tree", budget=15, temperature=0.7),
+    ]
+    same = {c.name: {"py_x": [output()]} for c in cells[:2]} | {cells[2].name: {"py_x": [output(token_ids=(3,))]}}
+    assert evaluate.modes_identical(cells, same)
+    assert not evaluate.modes_identical(cells, same | {cells[1].name: {"py_x": [output(token_ids=(1, 3))]}})
+
+
+def test_tables_show_what_was_measured():
+    entry = evaluate.acceptance_entry([output(), output(loops=True, rounds=1, emitted=8, accepted=(1, 1, 1))])
+    bits = evaluate.bits_entry([evaluate.Bits(8.0, 2, 8, 16, None), evaluate.Bits(24.0, 2, 8, 4, 3)])
+    text = markdown({"bits_per_byte": {"py_x": bits}, "acceptance": {"tree-15-T0": {"py_x": entry}}})
+    assert "| py_x | 0 | 2.000 | 10.000 | - |" in text  # zpaq is missing for a part, so there is no sum
+    assert "| py_x | 3.00 | 3.00 | 9.0 | 4.67 | 50% | 100 50 100 |" in text
