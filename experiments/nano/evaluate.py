@@ -31,17 +31,11 @@ Measured = TypeVar("Measured")
 
 
 class Bits(msgspec.Struct, frozen=True):
-    """A domain's text under the model and under compressors; sizes in bytes."""
+    """A domain's documents under the model, and end to end under compressors; sizes in bytes."""
 
-    bits: float
-    tokens: int
-    bytes: int
+    documents: tuple[Score, ...]
     xz_bytes: int
     zpaq_bytes: int | None
-
-    @property
-    def score(self) -> Score:
-        return Score(self.bits, self.bytes, self.tokens)
 
 
 def run(config: NanoConfig, folder: pathlib.Path) -> None:
@@ -151,19 +145,17 @@ def measure_bits(
     """Every document starts after the token that starts a prompt; compressors see a domain's documents end to end."""
     scorer = Scorer(target, CPU_EXACT, stride=settings.stride)
     (start,) = tokenizer.prompt_prefix
-    task = progress.add_task(
-        "bits per byte (KB)", total=sum(len(t.encode()) for ts in documents.values() for t in ts) // 1000
-    )
+    task = progress.add_task("bits per byte", total=len(documents))
 
     def bits(texts: list[str]) -> Bits:
-        score = pool(scorer.text(text, tokenizer.encode, start) for text in texts)
+        scores = tuple(scorer.text(text, tokenizer.encode, start) for text in texts)
         data = "".join(texts).encode()
-        return Bits(score.bits, score.tokens, score.bytes, compressors.xz_bytes(data), compressors.zpaq_bytes(data))
+        return Bits(scores, compressors.xz_bytes(data), compressors.zpaq_bytes(data))
 
     result = {}
     for domain, texts in documents.items():
         result[domain] = remember(kept / f"bits.{domain}.json", Bits, lambda texts=texts: bits(texts))
-        progress.advance(task, result[domain].bytes // 1000)
+        progress.advance(task)
     return result
 
 
@@ -184,7 +176,7 @@ def _groups(domains: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def bits_entry(parts: list[Bits]) -> dict[str, Any]:
-    total = pool(p.score for p in parts)
+    total = pool(score for part in parts for score in part.documents)
     zpaq = [p.zpaq_bytes for p in parts if p.zpaq_bytes is not None]
     return {
         "bytes": total.bytes,

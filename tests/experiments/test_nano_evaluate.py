@@ -13,6 +13,7 @@ from experiments.nano.acceptance import Output
 from experiments.nano.config import Cell
 from experiments.nano.tables import markdown
 from kdjax.errors import KdjaxError
+from kdjax.evaluate import Score
 
 
 def output(rounds=2, emitted=6, accepted=(2, 1, 1), loops=False, round_bytes=18, token_ids=(1, 2)):
@@ -104,7 +105,9 @@ def test_modes_are_compared_at_the_same_temperature():
 
 def test_tables_show_what_was_measured():
     entry = evaluate.acceptance_entry([output(), output(loops=True, rounds=1, emitted=8, accepted=(1, 1, 1))])
-    bits = evaluate.bits_entry([evaluate.Bits(8.0, 2, 8, 16, None), evaluate.Bits(24.0, 2, 8, 4, 3)])
+    bits = evaluate.bits_entry(
+        [evaluate.Bits((Score(8.0, 8, 2),), 16, None), evaluate.Bits((Score(20.0, 6, 2), Score(4.0, 2, 1)), 4, 3)]
+    )
     text = markdown({"bits_per_byte": {"py_x": bits}, "acceptance": {"tree-15-T0": {"py_x": entry}}})
     assert "| py_x | 0 | 2.000 | 10.000 | - |" in text  # zpaq is missing for a part, so there is no sum
     assert "| py_x | 3.00 | 3.00 | 9.0 | 4.67 | 50% | 100 50 100 |" in text
