@@ -5,7 +5,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # threads of BLAS spin while they wait: on a shared machine small NumPy products become fifty times slower
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# most of the suite's time is compilation of programs that run once: unoptimised code is compiled twice as fast
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 
 import jax
 import pytest

@@ -36,10 +36,11 @@ def marginals(
     ids = np.argsort(-logits.astype(np.float64), axis=-1, kind="stable")[:, : min(top, logits.shape[1])]
     wide = logits.astype(np.float64)
     peak = wide.max(-1, keepdims=True)
-    with np.errstate(invalid="ignore"):  # a row of -inf has no distribution: its lp are NaN and it grows no node
-        normaliser = np.log(np.exp(wide - peak).sum(-1, keepdims=True)) + peak
     with np.errstate(invalid="ignore"):
+        normaliser = np.log(np.exp(wide - peak).sum(-1, keepdims=True)) + peak
         lp = np.take_along_axis(logits, ids, -1).astype(np.float32) - normaliser.astype(np.float32)
+    if not np.isfinite(normaliser).all():  # a row without a distribution is a broken draft: no node of it is trusted
+        lp = np.full_like(lp, np.nan)
     return lp, ids
 
 
