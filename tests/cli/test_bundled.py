@@ -5,7 +5,9 @@ import pathlib
 import re
 
 import kdjax
+from kdjax.checkpoint import read_drafter_config, read_model_config
 from kdjax.cli import main
+from kdjax.config import ModelPair, load
 from kdjax.tokenizer import Tokenizer
 from kdjax.tokenizer.chat import ChatTemplate
 
@@ -15,6 +17,11 @@ NANO = pathlib.Path(kdjax.__path__[0]) / "bundled" / "nano"
 
 def test_files_stay_within_sixteen_megabytes():
     assert sum(file.stat().st_size for file in NANO.rglob("*") if file.is_file()) <= 16_000_000
+
+
+def test_shapes_are_those_of_the_model_config():
+    pair = load(ModelPair, ROOT / "configs" / "models" / "nano.toml")
+    assert read_model_config(NANO / "target") == pair.target and read_drafter_config(NANO / "drafter") == pair.drafter
 
 
 def test_template_is_the_one_of_the_package_and_reserved_ids_are_in_the_vocabulary():
