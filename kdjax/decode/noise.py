@@ -45,7 +45,8 @@ def gumbel(
 ) -> Float[Array, "slots rows vocab"]:
     """Gumbel(0, 1) noise (float32) of each token at the absolute position it would take.
 
-    `token_ids` are global ids, also on a vocabulary shard. u = (word >> 8) 2^-24 + 2^-25 lies strictly inside (0, 1).
+    `token_ids` are global ids, also on a vocabulary shard. u = ((word >> 9) + 1/2) 2^-23 is exact in float32 and lies
+    strictly inside (0, 1): one bit more would round to 1, infinite noise, once in 2^24 draws.
     """
     shape = (*positions.shape, token_ids.shape[0])
 
@@ -55,5 +56,5 @@ def gumbel(
     zero = jnp.zeros(shape, jnp.uint32)
     counter = (spread(token_ids[None, None, :]), spread(positions[:, :, None]), zero, zero)
     word, *_ = philox4x32_10(counter, (spread(seeds[:, None, None]), jnp.full(shape, KEY_WORD)))
-    u = (word >> 8).astype(jnp.float32) * np.float32(2.0**-24) + np.float32(2.0**-25)
+    u = ((word >> 9).astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-23)
     return -jnp.log(-jnp.log(u))

@@ -40,13 +40,13 @@ def philox4x32_10(
 
 
 def uniform(seed: int, position: int, token_ids: Int[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
-    """u of each token id at the absolute `position` it would take: 24 random bits, centred, strictly inside (0, 1)."""
+    """u of each token id at the absolute `position` it would take: 23 random bits, centred, exact in float32."""
     ids = token_ids.astype(np.uint32)
     zero = np.zeros_like(ids)
     word, *_ = philox4x32_10(
         (ids, np.full_like(ids, position), zero, zero), (np.uint32(seed & 0xFFFFFFFF), np.uint32(KEY_WORD))
     )
-    return (word >> np.uint32(8)) * 2.0**-24 + 2.0**-25
+    return ((word >> np.uint32(9)) + 0.5) * 2.0**-23
 
 
 def gumbel(seed: int, position: int, token_ids: Int[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:

@@ -38,6 +38,18 @@ def test_noise_equals_the_reference_and_needs_only_its_own_counter():
     np.testing.assert_array_equal(shard, noise[:, :, 3:])
 
 
+def test_noise_is_finite_at_both_ends_of_the_uniform():
+    """Words whose upper bits are all ones or all zeros: infinite noise would win over any logits, also -inf ones."""
+    for position, token in ((287, 28324), (19, 128866)):
+        counter = jnp.array([0], jnp.uint32), jnp.array([[position]], jnp.int32), jnp.array([token], jnp.int32)
+        noise = np.asarray(gumbel(*counter))
+        assert np.isfinite(noise).all()
+        np.testing.assert_allclose(noise[0, 0], reference.gumbel(0, position, np.array([token])), rtol=1e-5)
+    logits = jnp.full((1, 1, 30000), -50.0).at[0, 0, 3].set(0.0)
+    draw = sample(logits, jnp.array([[287]], jnp.int32), jnp.array([0], jnp.uint32), Sampling(temperature=1.0))
+    assert draw.tolist() == [[3]]
+
+
 @pytest.mark.parametrize(
     "config",
     [

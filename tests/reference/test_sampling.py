@@ -20,10 +20,12 @@ def test_philox_known_answers(counter, key, output):
     assert [f"{int(word[0]):08x}" for word in got] == output.split()
 
 
-def test_uniforms_are_open_and_24_bit():
+def test_uniforms_are_open_and_exact_in_float32():
     u = sampling.uniform(7, 123, np.arange(100_000))
     assert u.min() > 0 and u.max() < 1
-    assert ((u - 2.0**-25) * 2**24 % 1 == 0).all()
+    assert ((u - 2.0**-24) * 2**23 % 1 == 0).all()
+    assert (u == u.astype(np.float32)).all()
+    assert np.float32(sampling.uniform(0, 287, np.array([28324]))) < 1  # a word whose upper 24 bits are all ones
     counts = np.histogram(u, 50, (0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 100  # chi-square, 49 degrees of freedom: 1 in 10^5
 
@@ -32,7 +34,7 @@ def test_a_uniform_is_the_philox_word_of_token_and_position():
     counter = tuple(np.array([w], np.uint32) for w in (163_000, 262_143, 0, 0))
     word = int(sampling.philox4x32_10(counter, (np.uint32(4_000_000_000), np.uint32(0x6B646A78)))[0][0])
     u = sampling.uniform(4_000_000_000, 262_143, np.array([163_000]))
-    assert u.tolist() == [(word >> 8) * 2.0**-24 + 2.0**-25]
+    assert u.tolist() == [((word >> 9) + 0.5) * 2.0**-23]
 
 
 def test_noise_depends_on_seed_position_and_token_only():
