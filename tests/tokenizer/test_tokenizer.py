@@ -107,10 +107,10 @@ def test_long_inputs_are_cut_as_moonshot_cuts_them():
 
 
 def test_a_megabyte_of_one_character_is_encoded_in_seconds(small):
-    start = time.monotonic()
+    start = time.process_time()
     text = "z" * 1_000_000
     assert small.decode(small.encode(text)) == text
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize(
