@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import kdjax
+from kdjax.bundled import bundled_model
 from kdjax.config.generate import ModelSection
-from kdjax.config.strict import closest
 from kdjax.errors import KdjaxError
 
 BUNDLED = "bundled:"
@@ -31,13 +30,10 @@ def locate(model: ModelSection, *, needs_drafter: bool) -> tuple[Path, Path | No
 
 def _folder(role: str, name: str) -> Path:
     if name.startswith(BUNDLED):
-        shelf = Path(kdjax.__path__[0]) / "bundled"
-        folder = shelf / name.removeprefix(BUNDLED) / role
-        if not folder.is_dir():
-            known = sorted(f"{BUNDLED}{p.name}" for p in shelf.iterdir() if p.is_dir()) if shelf.is_dir() else []
-            hint = closest(name, known) if known else "this installation has none, give a folder"
-            raise KdjaxError(f"model.{role} = {name!r} is not a bundled model: {hint}")
-        return folder
+        try:
+            return bundled_model(name.removeprefix(BUNDLED)) / role
+        except KdjaxError as error:
+            raise KdjaxError(f"model.{role}: {error}") from error
     if not Path(name).is_dir():
         raise KdjaxError(f"model.{role} = {name!r}: no such folder: give a checkpoint folder or {BUNDLED}NAME")
     return Path(name)

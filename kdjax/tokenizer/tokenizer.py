@@ -83,16 +83,17 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_file(cls, path: Path) -> Tokenizer:
+    def from_file(cls, path: str | Path) -> Tokenizer:
         """From a tiktoken model file alone, with the chat template that ships with kdjax."""
-        return cls(read_ranks(path))
+        return cls(read_ranks(Path(path)))
 
     @classmethod
-    def from_checkpoint(cls, folder: Path) -> Tokenizer:
+    def from_checkpoint(cls, folder: str | Path) -> Tokenizer:
         """From a checkpoint folder: `tiktoken.model`, and `chat_template.jinja`, `tokenizer_config.json` where present.
 
         Raises KdjaxError where a file is malformed or `bos_token` is not a reserved token.
         """
+        folder = Path(folder)
         table = read_ranks(folder / MODEL_FILE)
         template = folder / TEMPLATE_FILE
         prefix: tuple[int, ...] = ()

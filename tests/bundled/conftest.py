@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kdjax
+from kdjax.bundled import bundled_model
 from kdjax.checkpoint import load_drafter, load_target
 from kdjax.model.runtime import CPU_EXACT
 from kdjax.reference.checkpoint import read_drafter, read_target
 from kdjax.tokenizer import Tokenizer
 
-NANO = pathlib.Path(kdjax.__path__[0]) / "bundled" / "nano"
+NANO = bundled_model("nano")
 TEXT = (pathlib.Path(__file__).parents[2] / "LICENSE").read_text()
 
 

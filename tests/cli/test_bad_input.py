@@ -44,7 +44,7 @@ def refused(capsys):
         (["generate", ""], "the prompt is empty: there is nothing to continue"),
         (["generate", "-", "-"], "'-' is given more than once"),
         (["generate", "--file", "nowhere.txt"], "nowhere.txt: cannot read the prompt (No such file or directory)"),
-        (["generate", "x", "--model", "bundled:nanno"], "model.target = 'bundled:nanno' is not a bundled model"),
+        (["generate", "x", "--model", "bundled:nanno"], "'nanno' is not a bundled model: did you mean nano?"),
         (["generate", "x", "--model", "nowhere"], "model.target = 'nowhere': no such folder"),
         (["generate", "x", "--model", "."], "model.target = '.' comes without a drafter: give one with --drafter"),
         (["generate", "x", "--model", ".", "--drafter", "nowhere"], "model.drafter = 'nowhere': no such folder"),
@@ -52,12 +52,6 @@ def refused(capsys):
 )
 def test_mistake_is_one_line_with_the_remedy(refused, argv, said):
     assert said in refused(*argv)
-
-
-def test_a_bundled_name_that_is_nearly_right_is_suggested(refused, tmp_path, monkeypatch):
-    (tmp_path / "bundled" / "nano").mkdir(parents=True)
-    monkeypatch.setattr("kdjax.__path__", [str(tmp_path)])
-    assert "did you mean bundled:nano?" in refused("generate", "x", "--model", "bundled:nanno")
 
 
 def test_prompt_files_must_be_utf8_and_not_empty(refused, tmp_path):

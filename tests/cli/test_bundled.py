@@ -4,7 +4,7 @@ import json
 import pathlib
 import re
 
-import kdjax
+from kdjax.bundled import bundled_model
 from kdjax.checkpoint import read_drafter_config, read_model_config
 from kdjax.cli import main
 from kdjax.config import ModelPair, load
@@ -12,7 +12,7 @@ from kdjax.tokenizer import Tokenizer
 from kdjax.tokenizer.chat import ChatTemplate
 
 ROOT = pathlib.Path(__file__).parents[2]
-NANO = pathlib.Path(kdjax.__path__[0]) / "bundled" / "nano"
+NANO = bundled_model("nano")
 
 
 def test_files_stay_within_sixteen_megabytes():
