@@ -83,7 +83,7 @@ def run(config: NanoConfig, folder: pathlib.Path) -> None:
         "modes_identical": modes_identical(settings.cells, outputs),
     }
     (folder / "evaluation.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    (folder / "evaluation.md").write_text(markdown(result))
+    (folder / "evaluation.md").write_text(markdown(result, settings.cells, list(GROUPS)) + "\n")
 
 
 def remember(

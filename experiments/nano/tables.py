@@ -7,47 +7,68 @@ from typing import Any
 
 import msgspec
 
-COLUMNS = {"tau_micro": 2, "tau_macro": 2, "bytes_per_verify": 1}
+from experiments.nano.config import Cell
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Tables of bits per byte, of acceptance by domain, and of acceptance by depth over the sums."""
+def markdown(result: dict[str, Any], cells: Sequence[Cell], sums: Sequence[str]) -> str:
+    """Bits per byte; tau by domain; and for the `sums` over domains everything else that was measured."""
     figures = msgspec.to_builtins(result)
-    return "\n".join(
+    acceptance = figures["acceptance"]
+    return "\n\n".join(
         [
-            *_table(
-                ["text", "KB", "model", "xz -9e", "zpaq -m5"],
-                [
-                    [name, f"{e['bytes'] / 1000:.0f}", *(_number(e[k], 3) for k in ("model", "xz", "zpaq"))]
-                    for name, e in figures["bits_per_byte"].items()
-                ],
-            ),
-            *(line for cell, entries in figures["acceptance"].items() for line in _acceptance(cell, entries)),
+            _bits(figures["bits_per_byte"]),
+            _tau(acceptance, cells),
+            *(_details(acceptance, cells, name) for name in sums),
         ]
     )
 
 
-def _acceptance(cell: str, entries: dict[str, Any]) -> list[str]:
+def _bits(entries: dict[str, Any]) -> str:
+    return _table(
+        ["text", "KB", "model", "zpaq -m5", "xz -9e"],
+        [
+            [name, f"{e['bytes'] / 1000:.0f}", *(_number(e[k], 3) for k in ("model", "zpaq", "xz"))]
+            for name, e in entries.items()
+        ],
+    )
+
+
+def _tau(acceptance: dict[str, Any], cells: Sequence[Cell]) -> str:
+    """One row a domain: tau without loops and, in brackets, with them; the share of looping outputs by temperature."""
+    by_temperature = {cell.temperature: cell for cell in cells}
     rows = []
-    for name, e in entries.items():
-        kept, everything = e["without_loops"], e["with_loops"]
-        rows.append(
-            [
-                name,
-                *(_number(kept and kept[k], digits) for k, digits in COLUMNS.items()),
-                _number(everything["tau_micro"], 2),
-                f"{e['looping']:.0%}",
-                " ".join(f"{100 * a:.0f}" for a in kept["acceptance_by_depth"]) if kept else "-",
-            ]
-        )
-    head = ["domain", "tau", "tau macro", "bytes/verify", "tau with loops", "loops", "accepted by depth, %"]
-    return [f"### {cell}", "", *_table(head, rows)]
+    for domain in acceptance[cells[0].name]:
+        entries = [acceptance[cell.name][domain] for cell in cells]
+        loops = [acceptance[cell.name][domain]["looping"] for cell in by_temperature.values()]
+        rows.append([domain, *map(_with_and_without, entries), *(f"{share:.0%}" for share in loops)])
+    return _table(["text", *map(_title, cells), *(f"loops, T {t:g}" for t in by_temperature)], rows)
+
+
+def _details(acceptance: dict[str, Any], cells: Sequence[Cell], name: str) -> str:
+    rows = []
+    for cell in cells:
+        summary = acceptance[cell.name].get(name, {}).get("without_loops")
+        if summary:
+            depths = " ".join(f"{100 * share:.0f}" for share in summary["acceptance_by_depth"])
+            figures = [_number(summary[k], 2) for k in ("tau_micro", "tau_macro")]
+            counts = [str(summary[k]) for k in ("prompts", "rounds")]
+            rows.append([_title(cell), *figures, _number(summary["bytes_per_verify"], 1), *counts, depths])
+    head = ["tau micro", "tau macro", "bytes/verify", "outputs", "rounds", "accepted at depth 1 2 ..., %"]
+    return _table([name, *head], rows)
+
+
+def _title(cell: Cell) -> str:
+    return f"{cell.mode} {cell.budget}, T {cell.temperature:g}"
+
+
+def _with_and_without(entry: dict[str, Any]) -> str:
+    kept = entry["without_loops"]
+    return f"{_number(kept and kept['tau_micro'], 2)} ({_number(entry['with_loops']['tau_micro'], 2)})"
 
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
-    return [*lines, ""]
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---", *["---:"] * (len(head) - 1)], *rows))

@@ -108,6 +108,8 @@ def test_tables_show_what_was_measured():
     bits = evaluate.bits_entry(
         [evaluate.Bits((Score(8.0, 8, 2),), 16, None), evaluate.Bits((Score(20.0, 6, 2), Score(4.0, 2, 1)), 4, 3)]
     )
-    text = markdown({"bits_per_byte": {"py_x": bits}, "acceptance": {"tree-15-T0": {"py_x": entry}}})
-    assert "| py_x | 0 | 2.000 | 10.000 | - |" in text  # zpaq is missing for a part, so there is no sum
-    assert "| py_x | 3.00 | 3.00 | 9.0 | 4.67 | 50% | 100 50 100 |" in text
+    cell = Cell(mode="tree", budget=15)
+    text = markdown({"bits_per_byte": {"py_x": bits}, "acceptance": {cell.name: {"py_x": entry}}}, [cell], ["py_x"])
+    assert "| py_x | 0 | 2.000 | - | 10.000 |" in text  # zpaq is missing for a part, so there is no sum
+    assert "| text | tree 15, T 0 | loops, T 0 |" in text and "| py_x | 3.00 (4.67) | 50% |" in text
+    assert "| tree 15, T 0 | 3.00 | 3.00 | 9.0 | 1 | 2 | 100 50 100 |" in text
