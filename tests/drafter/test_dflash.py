@@ -12,19 +12,12 @@ from kdjax import drafter as dflash
 from kdjax.checkpoint import load_drafter, read_drafter_config
 from kdjax.drafter.attention import block_sees, context_sees
 from kdjax.model.runtime import Runtime
-from tests import tolerances
+from tests import oracles, tolerances
 from tests.checkpoint.random_models import TARGET
 
 pytestmark = pytest.mark.newest
 
 EXACT = Runtime(compute_dtype="float32", cache_dtype="float32")
-CASES = [
-    "dflash_full_yarn",
-    "dflash_full_deepseek_yarn",
-    "dflash_swa_causal",
-    "dflash_swa_short_context",
-    "dflash_swa_is_causal_false",
-]
 SLOTS = 2
 
 
@@ -59,7 +52,7 @@ def steps(case):
     return range(sum(name.endswith(".target_hidden") for name in case.inputs))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", oracles.DFLASH)
 def test_drafts_and_context_equal_the_golden_vectors(oracle, name):
     case = oracle(name)
     config, params = (d := load(case.checkpoint)).config, d.params
@@ -87,7 +80,7 @@ def test_drafts_and_context_equal_the_golden_vectors(oracle, name):
             tolerances.DRAFTER.check(rows[layer][1, :start], expected, f"{part} of layer {layer}")
 
 
-@pytest.mark.parametrize("name", CASES[2:])
+@pytest.mark.parametrize("name", oracles.DFLASH[2:])
 def test_visibility_equals_the_golden_rule(oracle, name):
     case = oracle(name)
     config = read_drafter_config(case.checkpoint)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kdjax.checkpoint import load_target
 from kdjax.model import cache as kv
 from kdjax.model import k2
 from kdjax.model.cache import KVCache
 from kdjax.model.runtime import CPU_EXACT, Runtime
-from tests.model.loader import read_config, read_params
 from tests.tolerances import TARGET_CACHE, TARGET_LOGITS, TARGET_RESIDUAL
 
 pytestmark = pytest.mark.newest
@@ -27,8 +27,8 @@ commit = jax.jit(kv.commit)
 
 @functools.cache
 def model(path, runtime):
-    config = read_config(path)
-    return config, read_params(path, config, runtime)
+    target = load_target(path, runtime)
+    return target.config, target.params
 
 
 @functools.partial(jax.jit, static_argnames=("config", "runtime"))
