@@ -45,8 +45,6 @@ ROTATED = Tolerance(1e-5)
 # float32 sum of 160 products
 PACKED_MATMUL = Tolerance(0.0, 1e-5)
 
-# 1 ulp of a float32 logsumexp near 16
-LOG_PROBABILITY = Tolerance(2e-6)
 # float64 sums of at most 7 terms, added in another order
 TREE_SCORE = Tolerance(1e-12, 1e-12)
 

@@ -8,7 +8,11 @@ import msgspec
 
 from kdjax.config.generate import ModelSection
 from kdjax.config.model import DrafterConfig, ModelConfig
+from kdjax.config.pair import ModelPair
 from kdjax.errors import KdjaxError
+
+Attention = Literal["xla", "cudnn"]
+"""Implementations of `jax.nn.dot_product_attention`; cudnn needs a GPU."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +57,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     optimizer: OptimizerConfig = OptimizerConfig()
     log_every: int = 20
     evaluate_every_seconds: float = 60.0
-    attention: str = "xla"
+    attention: Attention = "xla"
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
@@ -127,3 +131,10 @@ class NanoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     self_data: SelfDataConfig
     train_drafter: DraftTrainConfig
     evaluate: EvaluateConfig
+
+    def __post_init__(self) -> None:
+        ModelPair(target=self.target, drafter=self.drafter)  # raises where they do not fit
+        if self.target.experts_int4 is None:
+            raise KdjaxError(
+                "target.experts_int4 is not set: the last phase trains for INT4 experts, give a group_size"
+            )

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.nano.network import linear, rms_norm, swiglu
+from experiments.nano.network import CosSin, cos_sin, linear, rms_norm, rotate, swiglu
 from kdjax.config.model import DrafterConfig
-from kdjax.model.rope import inverse_frequencies
+from kdjax.model import rope
 
 Params = dict[str, Any]
 
@@ -57,14 +57,6 @@ def init_params(config: DrafterConfig, key: Array) -> Params:
     }
 
 
-def rotate_half_split(
-    x: Float[Array, "batch rows heads dim"], angle: Float[Array, "batch rows half"]
-) -> Float[Array, "batch rows heads dim"]:
-    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
-
-
 def visibility(
     config: DrafterConfig, layer: int, anchors: Int[Array, "batch blocks"], seq: int
 ) -> tuple[Bool[Array, "batch blocks slot seq"], Bool[Array, "slot slot"]]:
@@ -91,10 +83,9 @@ def forward(
     n, size = anchors.shape[1], config.block_size
     heads, kv_heads, hd = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     group = heads // kv_heads
-    freq = jnp.asarray(inverse_frequencies(hd, config.rope_theta, config.rope_scaling), jnp.float32)
-    seq_angle = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.float32)[None, :, None] * freq, (b, seq, hd // 2))
     positions = (anchors[..., None] + jnp.arange(size)).reshape(b, n * size)
-    block_angle = positions[..., None].astype(jnp.float32) * freq
+    seq_angles = cos_sin(jnp.arange(seq), hd, config.rope_theta, config.rope_scaling)
+    block_angles = cos_sin(positions, hd, config.rope_theta, config.rope_scaling)
 
     context = rms_norm(linear(params["fc"], taps), params["hidden_norm"]["weight"], config.rms_norm_eps)
     h = block_embeddings.reshape(b, n * size, -1)
@@ -102,14 +93,15 @@ def forward(
         p = params["layers"][i]
         attn = p["self_attn"]
 
-        def keys(x: Array, angle: Array, attn: Params = attn) -> Array:
+        def keys(x: Array, angles: CosSin, attn: Params = attn) -> Array:
             k = linear(attn["k_proj"], x).reshape(b, -1, kv_heads, hd)
-            return rotate_half_split(rms_norm(k, attn["k_norm"]["weight"], config.rms_norm_eps), angle)
+            k = rms_norm(k, attn["k_norm"]["weight"], config.rms_norm_eps)
+            return rotate(rope.rotate_half_split, k, angles)
 
         a = rms_norm(h, p["input_layernorm"]["weight"], config.rms_norm_eps)
         q = rms_norm(linear(attn["q_proj"], a).reshape(b, -1, heads, hd), attn["q_norm"]["weight"], config.rms_norm_eps)
-        q = rotate_half_split(q, block_angle).reshape(b, n, size, kv_heads, group, hd)
-        k_seq, k_block = keys(context, seq_angle), keys(a, block_angle).reshape(b, n, size, kv_heads, hd)
+        q = rotate(rope.rotate_half_split, q, block_angles).reshape(b, n, size, kv_heads, group, hd)
+        k_seq, k_block = keys(context, seq_angles), keys(a, block_angles).reshape(b, n, size, kv_heads, hd)
         v_seq = linear(attn["v_proj"], context).reshape(b, seq, kv_heads, hd)
         v_block = linear(attn["v_proj"], a).reshape(b, n, size, kv_heads, hd)
         see_context, see_block = visibility(config, i, anchors, seq)

@@ -6,6 +6,7 @@ experts, masking the unchosen ones is cheaper on a GPU than dispatching tokens t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kdjax.config.model import ModelConfig
-from kdjax.model.rope import inverse_frequencies, mla_softmax_scale
+from experiments.nano.config import Attention
+from kdjax.config.model import ModelConfig, YarnConfig
+from kdjax.model import rope
 
 Params = dict[str, Any]
+CosSin = tuple[Float[Array, "..."], Float[Array, "..."]]
 
 
 class TargetOutput(NamedTuple):
@@ -103,31 +106,34 @@ def rms_norm(x: Float[Array, "*lead n"], weight: Float[Array, " n"], eps: float)
     return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotate_interleaved(
-    x: Float[Array, "batch seq heads rope"], angle: Float[Array, "seq pairs"]
-) -> Float[Array, "batch seq heads rope"]:
-    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
-    even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
-    out = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
-    return out.reshape(x.shape).astype(x.dtype)
+def cos_sin(positions: Int[Array, "*batch rows"], dim: int, theta: float, yarn: YarnConfig | None) -> CosSin:
+    """Of the rotary angles, with an axis for the heads: [*batch, rows, 1, half]."""
+    cos, sin = rope.cos_sin(positions, rope.inverse_frequencies(dim, theta, yarn), rope.amplitude(yarn))
+    return cos[..., None, :], sin[..., None, :]
+
+
+def rotate(
+    rule: Callable[[Array, Array, Array], Array], x: Float[Array, "batch rows heads dim"], cos_sin: CosSin
+) -> Float[Array, "batch rows heads dim"]:
+    """`rule` is `rope.rotate_interleaved` or `rope.rotate_half_split`."""
+    cos, sin = (jnp.broadcast_to(table, (*x.shape[:-1], table.shape[-1])) for table in cos_sin)
+    return rule(x, cos, sin)
 
 
 def linear(p: Params, x: Float[Array, "*lead inp"]) -> Float[Array, "*lead out"]:
     return x @ p["weight"].astype(x.dtype).T
 
 
-def attention(config: ModelConfig, p: Params, x: Float[Array, "batch seq hidden"], implementation: str) -> Array:
+def attention(config: ModelConfig, p: Params, x: Float[Array, "batch seq hidden"], implementation: Attention) -> Array:
     b, t, _ = x.shape
     h, nope, eps = config.num_attention_heads, config.qk_nope_head_dim, config.latent_norm_eps
-    angle = jnp.arange(t, dtype=jnp.float32)[:, None] * jnp.asarray(
-        inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling), jnp.float32
-    )
+    angles = cos_sin(jnp.arange(t), config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
     q = linear(p["q_b_proj"], rms_norm(linear(p["q_a_proj"], x), p["q_a_layernorm"]["weight"], eps))
     q = q.reshape(b, t, h, config.qk_head_dim)
-    q = jnp.concatenate([q[..., :nope], rotate_interleaved(q[..., nope:], angle)], -1)
+    q = jnp.concatenate([q[..., :nope], rotate(rope.rotate_interleaved, q[..., nope:], angles)], -1)
     kv = linear(p["kv_a_proj_with_mqa"], x)
     latent = rms_norm(kv[..., : config.kv_lora_rank], p["kv_a_layernorm"]["weight"], eps)
-    k_pe = rotate_interleaved(kv[..., None, config.kv_lora_rank :], angle)
+    k_pe = rotate(rope.rotate_interleaved, kv[..., None, config.kv_lora_rank :], angles)
     kv = linear(p["kv_b_proj"], latent).reshape(b, t, h, nope + config.v_head_dim)
     k = jnp.concatenate([kv[..., :nope], jnp.broadcast_to(k_pe, (b, t, h, k_pe.shape[-1]))], -1)
     out = jax.nn.dot_product_attention(
@@ -135,8 +141,8 @@ def attention(config: ModelConfig, p: Params, x: Float[Array, "batch seq hidden"
         k,
         kv[..., nope:],
         is_causal=True,
-        scale=mla_softmax_scale(config.qk_head_dim, config.rope_scaling),
-        implementation="cudnn" if implementation == "cudnn" else "xla",
+        scale=rope.mla_softmax_scale(config.qk_head_dim, config.rope_scaling),
+        implementation=implementation,
     )
     return linear(p["o_proj"], out.reshape(b, t, -1))
 
@@ -183,7 +189,7 @@ def forward(
     tokens: Int[Array, "batch seq"],
     *,
     int4: bool,
-    attention_implementation: str = "xla",
+    attention_implementation: Attention = "xla",
     dtype: jnp.dtype = jnp.bfloat16,
 ) -> TargetOutput:
     """Final hidden states, the residual stream after every layer, and each expert's share of the tokens."""

@@ -15,7 +15,7 @@ from experiments.nano import network
 from experiments.nano.config import NanoConfig, SelfDataConfig
 from experiments.nano.data import Windows
 from kdjax.config.model import ModelConfig
-from kdjax.model.rope import inverse_frequencies, mla_softmax_scale
+from kdjax.model import rope
 
 LOOP_WINDOW, LOOP_NGRAM, LOOP_REPEATS = 64, 8, 4
 
@@ -42,28 +42,25 @@ def generate_rows(
     """Continues every prompt to `seq_len` tokens; temperature 0 is greedy. One token a step for all rows."""
     rows, prompt_len = prompts.shape
     h, nope = config.num_attention_heads, config.qk_nope_head_dim
-    freq = jnp.asarray(
-        inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling), jnp.float32
-    )
     cache = jnp.zeros((config.num_hidden_layers, rows, seq_len, config.latent_dim), jnp.bfloat16)
     tokens = jnp.zeros((rows, seq_len), jnp.int32).at[:, :prompt_len].set(prompts)
     eps = config.latent_norm_eps
 
     def attend(p: Any, x: Array, rows_of_layer: Array, t: Array) -> tuple[Array, Array]:
-        angle = (t.astype(jnp.float32) * freq)[None]
+        angles = network.cos_sin(t[None], config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
         q = network.linear(
             p["q_b_proj"], network.rms_norm(network.linear(p["q_a_proj"], x), p["q_a_layernorm"]["weight"], eps)
         ).reshape(rows, 1, h, config.qk_head_dim)
         kv = network.linear(p["kv_a_proj_with_mqa"], x)
         latent = network.rms_norm(kv[..., : config.kv_lora_rank], p["kv_a_layernorm"]["weight"], eps)
-        k_pe = network.rotate_interleaved(kv[:, None, None, config.kv_lora_rank :], angle)[:, 0, 0]
+        k_pe = network.rotate(rope.rotate_interleaved, kv[:, None, None, config.kv_lora_rank :], angles)[:, 0, 0]
         rows_of_layer = rows_of_layer.at[:, t].set(jnp.concatenate([latent, k_pe], -1))
         kv_b = p["kv_b_proj"]["weight"].reshape(h, nope + config.v_head_dim, config.kv_lora_rank)
         q_latent = jnp.einsum("bhn,hnr->bhr", q[:, 0, :, :nope], kv_b[:, :nope])
-        query = jnp.concatenate([q_latent, network.rotate_interleaved(q[..., nope:], angle)[:, 0]], -1)
+        query = jnp.concatenate([q_latent, network.rotate(rope.rotate_interleaved, q[..., nope:], angles)[:, 0]], -1)
         score = jnp.einsum("bhr,btr->bht", query, rows_of_layer, preferred_element_type=jnp.float32)
         score = jnp.where(
-            jnp.arange(seq_len) <= t, score * mla_softmax_scale(config.qk_head_dim, config.rope_scaling), -jnp.inf
+            jnp.arange(seq_len) <= t, score * rope.mla_softmax_scale(config.qk_head_dim, config.rope_scaling), -jnp.inf
         )
         weight = jax.nn.softmax(score, -1).astype(x.dtype)
         out = jnp.einsum("bht,btr->bhr", weight, rows_of_layer[..., : config.kv_lora_rank])

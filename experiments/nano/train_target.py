@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Float
 
 from experiments.nano import network
-from experiments.nano.config import NanoConfig, Phase
+from experiments.nano.config import Attention, NanoConfig, Phase
 from experiments.nano.data import Corpus, Windows, domain_shares, read_corpus, windows
 from experiments.nano.state import save_tree
 from experiments.nano.trainer import train
@@ -23,7 +23,7 @@ BIAS_STEP = 1e-3
 
 
 def loss_fn(
-    config: ModelConfig, attention: str, params: Any, state: Any, key: Array, phase: Phase
+    config: ModelConfig, attention: Attention, params: Any, state: Any, key: Array, phase: Phase
 ) -> tuple[Float[Array, ""], tuple[Any, dict[str, Array]]]:
     """Mean next-token cross entropy in nats; the router bias moves against the load (DeepSeek-V3, section 2.1.2)."""
     bias, data = state
@@ -36,7 +36,7 @@ def loss_fn(
 
 
 def heldout_bits_per_byte(
-    config: ModelConfig, params: Any, bias: Array, heldout: Corpus, *, seq_len: int, attention: str
+    config: ModelConfig, params: Any, bias: Array, heldout: Corpus, *, seq_len: int, attention: Attention
 ) -> dict[str, float]:
     """Bits per byte of each domain over disjoint windows, with INT4 experts: a quick curve, not the reported figure."""
 
