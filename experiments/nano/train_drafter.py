@@ -53,7 +53,7 @@ def loss_fn(
     same = jnp.argmax(draft, -1) == jnp.argmax(teacher, -1)
     accuracy = jnp.mean(same.astype(jnp.float32), (0, 1))
     run = jnp.mean(jnp.sum(jnp.cumprod(same.astype(jnp.float32), -1), -1)) + 1.0
-    return loss, (extra, {"first_slot": accuracy[0], "last_slot": accuracy[-1], "tau": run})
+    return loss, (extra, {"slot1": accuracy[0], "slot3": accuracy[2], "slot7": accuracy[-1], "tau": run})
 
 
 def run(config: NanoConfig, folder: pathlib.Path) -> None:
