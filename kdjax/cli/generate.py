@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.status import Status
 
-from kdjax.cli import models, options, prompts
+from kdjax.cli import EXIT_INTERRUPTED, models, options, prompts
 from kdjax.cli.live import Live
 from kdjax.cli.start import configure_jax
 from kdjax.config import GenerateConfig, dumps, load
@@ -21,8 +21,6 @@ from kdjax.run import RunFolder, provenance
 if TYPE_CHECKING:
     from kdjax.cli.report import Outcome
     from kdjax.cli.session import Session
-
-INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,4 +118,4 @@ def _report(
         print(json.dumps(summary, ensure_ascii=False))
     else:
         report.show(outcomes, session.backend, margin)
-    return INTERRUPTED if interrupted else 0
+    return EXIT_INTERRUPTED if interrupted else 0
