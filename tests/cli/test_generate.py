@@ -36,7 +36,7 @@ def generate(command, capsys):
 
 
 def start(*argv: str, **options) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "kdjax.cli", *argv],
         env=environment,
