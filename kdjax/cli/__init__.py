@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # or the exit of Python flushes into the pipe again
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, a folder without permission: no defect
+        return _fail(
+            f"{error.filename or 'the output'}: {error.strerror or error}: make room or give another place", EXIT_ERROR
+        )
     except Exception as error:
         if os.environ.get("KDJAX_TRACEBACK"):
             raise

@@ -34,6 +34,10 @@ def _folder(role: str, name: str) -> Path:
             return bundled_model(name.removeprefix(BUNDLED)) / role
         except KdjaxError as error:
             raise KdjaxError(f"model.{role}: {error}") from error
-    if not Path(name).is_dir():
+    try:
+        found = Path(name).is_dir()
+    except OSError as error:
+        raise KdjaxError(f"model.{role} = {name!r}: cannot look there ({error.strerror})") from error
+    if not found:
         raise KdjaxError(f"model.{role} = {name!r}: no such folder: give a checkpoint folder or {BUNDLED}NAME")
     return Path(name)

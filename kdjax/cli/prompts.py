@@ -28,6 +28,8 @@ def read(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 
 def _stdin() -> tuple[str, str]:
+    if sys.stdin is None:
+        raise KdjaxError("stdin is closed: give the prompt as argument or with --file FILE")
     return "stdin", _text("stdin", sys.stdin.buffer.read())
 
 

@@ -21,7 +21,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `budget` counts tree nodes without the root. A chain drafts min(budget, block_size - 1) tokens; autoregressive
     decoding none. `rounds_per_call` is the number of verify rounds between two looks of the host; `prefill_chunk`
-    counts prompt tokens per forward.
+    counts prompt tokens per forward, at most the context.
     """
 
     mode: Mode = "tree"
@@ -41,6 +41,8 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("rounds_per_call", "prefill_chunk"):
             if (value := getattr(self, name)) < 1:
                 raise KdjaxError(f"{name}={value} must be at least 1")
+            if value >= 2**31:
+                raise KdjaxError(f"{name}={value} must be below 2^31: lower it")
         _ = self.sampling
 
     @property

@@ -106,6 +106,7 @@ class Decoder:
             candidates(drafting.depth, budget, min(budget, target.config.vocab_size))  # refuses what is too large
         self.config, self.slots = config, slots
         self.context = limit if context is None else context
+        self.chunk = min(config.prefill_chunk, self.context)
         self.program = loop.Program(
             target.config, runtime, config.mode, budget, config.sampling, drafting if budget else None
         )
@@ -220,7 +221,7 @@ class Decoder:
     def _compile(self, capacity: int, state: DecodeState) -> _Compiled:
         if capacity not in self._compiled:
             scalar = np.int32(0)
-            chunk = np.zeros(self.config.prefill_chunk, np.int32)
+            chunk = np.zeros(self.chunk, np.int32)
             none = jnp.zeros((), jnp.int32)
             admission = loop.Admission(none, none, jnp.uint32(0), jnp.zeros(MAX_STOP_TOKENS, jnp.int32))
             self._compiled[capacity] = _Compiled(
@@ -241,7 +242,7 @@ class Decoder:
         admission = loop.Admission(
             jnp.int32(request.max_new_tokens), jnp.int32(budget), jnp.uint32(request.seed), jnp.asarray(stop)
         )
-        size, prompt = self.config.prefill_chunk, np.asarray(request.prompt_ids, np.int32)
+        size, prompt = self.chunk, np.asarray(request.prompt_ids, np.int32)
         report = None
         for start in range(0, len(prompt), size):
             piece = prompt[start : start + size]

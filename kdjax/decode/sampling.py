@@ -13,6 +13,9 @@ from kdjax.decode.noise import gumbel
 from kdjax.errors import KdjaxError
 from kdjax.tree.marginals import top_k
 
+_COLDEST = 1e-6
+"""Below it, logits / T would leave the range of float32 and unequal logits would tie at infinity."""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off. Hashable."""
@@ -25,6 +28,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not (0 <= self.temperature < np.inf):
             raise KdjaxError(f"temperature={self.temperature} must be finite and at least 0: 0 is greedy decoding")
+        if 0 < self.temperature < _COLDEST:
+            raise KdjaxError(f"temperature={self.temperature} is below {_COLDEST}: use 0 for greedy decoding")
         if self.top_k < 0:
             raise KdjaxError(f"top_k={self.top_k} is negative: use 0 to keep every token")
         if not (0 < self.top_p <= 1):

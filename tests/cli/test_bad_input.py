@@ -46,6 +46,7 @@ def refused(capsys):
         (["generate", "--file", "nowhere.txt"], "nowhere.txt: cannot read the prompt (No such file or directory)"),
         (["generate", "x", "--model", "bundled:nanno"], "'nanno' is not a bundled model: did you mean nano?"),
         (["generate", "x", "--model", "nowhere"], "model.target = 'nowhere': no such folder"),
+        (["generate", "x", "--model", "n" * 300], ": cannot look there (File name too long)"),
         (["generate", "x", "--model", "."], "model.target = '.' comes without a drafter: give one with --drafter"),
         (["generate", "x", "--model", ".", "--drafter", "nowhere"], "model.drafter = 'nowhere': no such folder"),
     ],
@@ -71,6 +72,9 @@ def test_without_a_prompt_a_terminal_is_told_and_a_pipe_is_read(refused, monkeyp
     assert "no prompt: give one as argument, with --file FILE, or on stdin" in refused("generate")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert "stdin is empty" in refused("generate")
+    monkeypatch.setattr("sys.stdin", None)
+    assert "no prompt: give one" in refused("generate")
+    assert "stdin is closed: give the prompt as argument" in refused("generate", "-")
 
 
 def test_a_used_run_folder_is_refused_before_anything_is_loaded(refused, tmp_path):
@@ -92,6 +96,14 @@ def test_an_unexpected_error_is_one_line_too(capsys, monkeypatch):
     monkeypatch.setenv("KDJAX_TRACEBACK", "1")
     with pytest.raises(RuntimeError):
         main(["generate", "x"])
+
+
+def test_a_full_disk_is_no_defect():
+    argv = [sys.executable, "-m", "kdjax.cli", "generate", "--print-config"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "kdjax: error: the output: No space left on device: make room or give another place\n"
 
 
 def test_print_config_shows_what_would_run(capsys):

@@ -181,11 +181,11 @@ def test_prompt_that_fills_the_capacity_is_not_shifted():
     """The last chunk is wider than the rows left: padding rows fall off the end instead of moving the write back."""
     prompt = tuple(np.random.default_rng(0).integers(0, MODEL.vocab_size, 62).tolist())
     outputs = []
-    for chunk in (62, 48):
+    for chunk in (62, 48, 10**9):  # a chunk is never wider than the context
         config = DecodeConfig(budget=4, prefill_chunk=chunk)
         one = Decoder(target(), drafter(), config, RUNTIME, context=64)
         outputs.append(one.generate([Request(prompt_ids=prompt, max_new_tokens=2)])[0].token_ids)
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def lowered(decoder: Decoder):
@@ -278,7 +278,15 @@ def test_models_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"mode": "beam"}, {"budget": -1}, {"rounds_per_call": 0}, {"prefill_chunk": 0}, {"temperature": -1.0}]
+    "bad",
+    [
+        {"mode": "beam"},
+        {"budget": -1},
+        {"rounds_per_call": 0},
+        {"prefill_chunk": 0},
+        {"temperature": -1.0},
+        {"rounds_per_call": 2**31},
+    ],
 )
 def test_impossible_decode_configs_are_refused(bad):
     with pytest.raises(KdjaxError, match=f"{next(iter(bad))}="):

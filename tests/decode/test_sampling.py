@@ -187,7 +187,15 @@ def test_first_two_tokens_of_a_tree_round_follow_the_exact_distribution(temperat
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 1.5}]
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": 1e-40},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+    ],
 )
 def test_impossible_sampling_is_refused(bad):
     name = next(iter(bad))
