@@ -188,8 +188,13 @@ def bits_entry(parts: list[Bits]) -> dict[str, Any]:
 
 
 def acceptance_entry(outputs: list[acceptance.Output]) -> dict[str, Any]:
+    """Summaries over all outputs, over those that do not loop, and over those that do not repeat themselves at all."""
+    no_loops = [o for o in outputs if not o.loops]
+    fresh = [o for o in no_loops if not acceptance.repeats(o.token_ids)]
     return {
-        "looping": sum(o.loops for o in outputs) / len(outputs),
-        "without_loops": acceptance.summary([o for o in outputs if not o.loops]),
+        "looping": 1 - len(no_loops) / len(outputs),
+        "repeating": 1 - len(fresh) / len(outputs),
+        "without_loops": acceptance.summary(no_loops),
+        "without_repetition": acceptance.summary(fresh),
         "with_loops": acceptance.summary(outputs),
     }

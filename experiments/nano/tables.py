@@ -47,12 +47,14 @@ def _tau(acceptance: dict[str, Any], cells: Sequence[Cell]) -> str:
 def _details(acceptance: dict[str, Any], cells: Sequence[Cell], name: str) -> str:
     rows = []
     for cell in cells:
-        summary = acceptance[cell.name].get(name, {}).get("without_loops")
-        if summary:
-            depths = " ".join(f"{100 * share:.0f}" for share in summary["acceptance_by_depth"])
-            figures = [_number(summary[k], 2) for k in ("tau_micro", "tau_macro")]
-            counts = [str(summary[k]) for k in ("prompts", "rounds")]
-            rows.append([_title(cell), *figures, _number(summary["bytes_per_verify"], 1), *counts, depths])
+        entry = acceptance[cell.name].get(name, {})
+        for kind, title in (("without_loops", "no loops"), ("without_repetition", "no repetition")):
+            if summary := entry.get(kind):
+                figures = [_number(summary[k], 2) for k in ("tau_micro", "tau_macro")]
+                counts = [str(summary[k]) for k in ("prompts", "rounds")]
+                depths = " ".join(f"{100 * share:.0f}" for share in summary["acceptance_by_depth"])
+                size = _number(summary["bytes_per_verify"], 1)
+                rows.append([f"{_title(cell)}, {title}", *figures, size, *counts, depths])
     head = ["tau micro", "tau macro", "bytes/verify", "outputs", "rounds", "accepted at depth 1 2 ..., %"]
     return _table([name, *head], rows)
 

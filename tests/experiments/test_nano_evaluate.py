@@ -52,6 +52,15 @@ def test_loop_is_an_eight_gram_more_than_four_times(repeats, loops):
     assert not acceptance.is_loop(text + filler)  # only the last 64 tokens count
 
 
+@pytest.mark.parametrize("period, found", [(20, True), (64, True), (65, False)])
+def test_repetition_of_long_period(period, found):
+    text = [t % period for t in range(192)]
+    assert acceptance.repeats(text) == found and acceptance.is_loop(text) is False
+    few = [t if i % 8 else 1000 + i for i, t in enumerate(text)]  # an eighth differs, so each lag agrees on 77 %
+    assert not acceptance.repeats(few)
+    assert not acceptance.repeats(text[:64])
+
+
 def test_short_outputs_do_not_loop():
     assert not acceptance.is_loop([7] * 11)
     assert acceptance.is_loop([7] * 12)
@@ -112,4 +121,4 @@ def test_tables_show_what_was_measured():
     text = markdown({"bits_per_byte": {"py_x": bits}, "acceptance": {cell.name: {"py_x": entry}}}, [cell], ["py_x"])
     assert "| py_x | 0 | 2.000 | - | 10.000 |" in text  # zpaq is missing for a part, so there is no sum
     assert "| text | tree 15, T 0 | loops, T 0 |" in text and "| py_x | 3.00 (4.67) | 50% |" in text
-    assert "| tree 15, T 0 | 3.00 | 3.00 | 9.0 | 1 | 2 | 100 50 100 |" in text
+    assert "| tree 15, T 0, no loops | 3.00 | 3.00 | 9.0 | 1 | 2 | 100 50 100 |" in text
