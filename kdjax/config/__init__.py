@@ -1,5 +1,7 @@
 """Frozen, typed configurations."""
 
+from kdjax.config.decode import DecodeConfig as DecodeConfig
+from kdjax.config.decode import Sampling as Sampling
 from kdjax.config.generate import GenerateConfig as GenerateConfig
 from kdjax.config.model import DrafterConfig as DrafterConfig
 from kdjax.config.model import Int4Config as Int4Config

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-AtLeast0 = Annotated[int, Meta(ge=0)]
-AtLeast1 = Annotated[int, Meta(ge=1)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+from kdjax.config.decode import AtLeast1, DecodeConfig
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,25 +27,14 @@ class PromptSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     thinking: bool = False
 
 
-class DecodeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen.
+class DecodeSection(DecodeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`DecodeConfig`, and what every prompt asks for: `max_new_tokens` at most, drawn with noise of `seed`.
 
-    `budget` counts tree nodes without the root; 0 is autoregressive decoding. `temperature` 0 is greedy. `top_k` 0,
-    `top_p` 1 and `min_p` 0 switch the filter off. `rounds_per_call` is the number of verify rounds between two looks
-    of the host: smaller streams more smoothly, larger wastes less. `prefill_chunk` counts prompt tokens per forward.
     Up to `slots` prompts are decoded at once; further ones wait for a free slot.
     """
 
-    mode: Literal["tree", "chain", "autoregressive"] = "tree"
-    budget: AtLeast0 = 15
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: AtLeast0 = 0
-    min_p: Fraction = 0.0
     max_new_tokens: AtLeast1 = 128
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
-    rounds_per_call: AtLeast1 = 16
-    prefill_chunk: AtLeast1 = 64
     slots: AtLeast1 = 8
 
 

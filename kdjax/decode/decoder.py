@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdjax.checkpoint import Drafter, Target
-from kdjax.config.pair import ModelPair
+from kdjax.config import DecodeConfig, ModelPair
 from kdjax.decode import loop
 from kdjax.decode.completion import Commit, Completion, FinishReason, Statistics, Timings
-from kdjax.decode.config import MAX_STOP_TOKENS, DecodeConfig, Request, check_request
 from kdjax.decode.drafting import DFlash, Drafting, Params
+from kdjax.decode.request import MAX_STOP_TOKENS, Request, check_request
 from kdjax.decode.state import DecodeState, Reason, empty_state
 from kdjax.errors import KdjaxError
 from kdjax.model.cache import KVCache

@@ -15,10 +15,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kdjax import tree as ddtree
-from kdjax.config import ModelConfig
-from kdjax.decode.config import Mode
+from kdjax.config import ModelConfig, Sampling
+from kdjax.config.decode import Mode
 from kdjax.decode.drafting import Drafting, Params
-from kdjax.decode.sampling import Sampling, sample
+from kdjax.decode.sampling import sample
 from kdjax.decode.state import DecodeState, Reason
 from kdjax.model import cache as kv
 from kdjax.model import k2

@@ -4,39 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kdjax.config import Sampling
 from kdjax.decode.noise import gumbel
-from kdjax.errors import KdjaxError
 from kdjax.tree.marginals import top_k
-
-_COLDEST = 1e-6
-"""Below it, logits / T would leave the range of float32 and unequal logits would tie at infinity."""
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off. Hashable."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.temperature < np.inf):
-            raise KdjaxError(f"temperature={self.temperature} must be finite and at least 0: 0 is greedy decoding")
-        if 0 < self.temperature < _COLDEST:
-            raise KdjaxError(f"temperature={self.temperature} is below {_COLDEST}: use 0 for greedy decoding")
-        if self.top_k < 0:
-            raise KdjaxError(f"top_k={self.top_k} is negative: use 0 to keep every token")
-        if not (0 < self.top_p <= 1):
-            raise KdjaxError(f"top_p={self.top_p} must lie in (0, 1]: use 1 to keep every token")
-        if not (0 <= self.min_p <= 1):
-            raise KdjaxError(f"min_p={self.min_p} must lie in [0, 1]: use 0 to keep every token")
-
 
 _HEAD = 128
 """Tokens looked at first when cutting by mass."""

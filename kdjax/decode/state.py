@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kdjax.decode.config import MAX_STOP_TOKENS
+from kdjax.decode.request import MAX_STOP_TOKENS
 from kdjax.model.cache import KVCache
 
 

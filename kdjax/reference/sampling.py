@@ -6,10 +6,10 @@ uniform u of a token comes from Philox4x32-10 (Salmon et al. 2011, "Parallel ran
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int, UInt32
 
+from kdjax.config import Sampling
 from kdjax.errors import KdjaxError
 
 KEY_WORD = 0x6B646A78  # "kdjx" in ASCII: keeps this stream apart from other uses of the same seed
@@ -51,15 +51,6 @@ def uniform(seed: int, position: int, token_ids: Int[np.ndarray, "n"]) -> Float6
 
 def gumbel(seed: int, position: int, token_ids: Int[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
     return -np.log(-np.log(uniform(seed, position, token_ids)))
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
 
 
 def kept(logits: Float[np.ndarray, "vocab"], sampling: Sampling) -> Bool[np.ndarray, "vocab"]:

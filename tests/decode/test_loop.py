@@ -10,7 +10,7 @@ import pytest
 
 from kdjax import tree as ddtree
 from kdjax.decode import DecodeConfig, Decoder, Request, Statistics, loop, pool, tau_macro
-from kdjax.decode.config import MAX_STOP_TOKENS
+from kdjax.decode.request import MAX_STOP_TOKENS
 from kdjax.decode.state import Reason
 from kdjax.drafter import block_tokens
 from kdjax.errors import KdjaxError

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kdjax import tree as ddtree
+from kdjax.config import Sampling
 from kdjax.decode.noise import gumbel, philox4x32_10
-from kdjax.decode.sampling import Sampling, kept, sample
+from kdjax.decode.sampling import kept, sample
 from kdjax.errors import KdjaxError
 from kdjax.reference import sampling as reference
 

@@ -1,53 +1,14 @@
-"""What is asked of a decoder: how it decodes (compiled in) and the requests (data)."""
+"""What is asked of a decoder, as data: nothing here is compiled in."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
 from kdjax.config import ModelConfig
-from kdjax.decode.sampling import Sampling
 from kdjax.errors import KdjaxError
-
-Mode = Literal["tree", "chain", "autoregressive"]
 
 MAX_STOP_TOKENS = 16
 """Stop ids per request that a compiled program has room for."""
-
-
-class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drafted and chosen. Hashable; every field is compiled into the decode program.
-
-    `budget` counts tree nodes without the root. A chain drafts min(budget, block_size - 1) tokens; autoregressive
-    decoding none. `rounds_per_call` is the number of verify rounds between two looks of the host; `prefill_chunk`
-    counts prompt tokens per forward, at most the context.
-    """
-
-    mode: Mode = "tree"
-    budget: int = 15
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    rounds_per_call: int = 16
-    prefill_chunk: int = 64
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("tree", "chain", "autoregressive"):
-            raise KdjaxError(f"mode={self.mode!r} is unknown: use tree, chain or autoregressive")
-        if self.budget < 0:
-            raise KdjaxError(f"budget={self.budget} is negative: use 0 for autoregressive decoding")
-        for name in ("rounds_per_call", "prefill_chunk"):
-            if (value := getattr(self, name)) < 1:
-                raise KdjaxError(f"{name}={value} must be at least 1")
-            if value >= 2**31:
-                raise KdjaxError(f"{name}={value} must be below 2^31: lower it")
-        _ = self.sampling
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

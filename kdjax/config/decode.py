@@ -1,0 +1,70 @@
+"""How tokens are drafted and chosen."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from kdjax.errors import KdjaxError
+
+Mode = Literal["tree", "chain", "autoregressive"]
+AtLeast0 = Annotated[int, Meta(ge=0)]
+AtLeast1 = Annotated[int, Meta(ge=1)]
+
+
+COLDEST = 1e-6
+"""Below it, logits / T would leave the range of float32 and unequal logits would tie at infinity."""
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off. Hashable."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_k: AtLeast0 = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+    # The annotations hold for what is read from files; these checks for what is made in Python.
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf):
+            raise KdjaxError(f"temperature={self.temperature} must be finite and at least 0: 0 is greedy decoding")
+        if 0 < self.temperature < COLDEST:
+            raise KdjaxError(f"temperature={self.temperature} is below {COLDEST}: use 0 for greedy decoding")
+        if self.top_k < 0:
+            raise KdjaxError(f"top_k={self.top_k} is negative: use 0 to keep every token")
+        if not (0 < self.top_p <= 1):
+            raise KdjaxError(f"top_p={self.top_p} must lie in (0, 1]: use 1 to keep every token")
+        if not (0 <= self.min_p <= 1):
+            raise KdjaxError(f"min_p={self.min_p} must lie in [0, 1]: use 0 to keep every token")
+
+
+class DecodeConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a decode program is compiled for: every field is static. Hashable.
+
+    `budget` counts tree nodes without the root. A chain drafts min(budget, block_size - 1) tokens; autoregressive
+    decoding none. `rounds_per_call` is the number of verify rounds between two looks of the host: smaller streams more
+    smoothly, larger wastes less. `prefill_chunk` counts prompt tokens per forward, at most the context.
+    """
+
+    mode: Mode = "tree"
+    budget: AtLeast0 = 15
+    rounds_per_call: AtLeast1 = 16
+    prefill_chunk: AtLeast1 = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode not in ("tree", "chain", "autoregressive"):
+            raise KdjaxError(f"mode={self.mode!r} is unknown: use tree, chain or autoregressive")
+        if self.budget < 0:
+            raise KdjaxError(f"budget={self.budget} is negative: use 0 for autoregressive decoding")
+        for name in ("rounds_per_call", "prefill_chunk"):
+            if (value := getattr(self, name)) < 1:
+                raise KdjaxError(f"{name}={value} must be at least 1")
+            if value >= 2**31:
+                raise KdjaxError(f"{name}={value} must be below 2^31: lower it")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
