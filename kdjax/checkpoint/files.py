@@ -29,8 +29,8 @@ def _shards(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | 
         return [folder / SINGLE], None
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(pathlib.PurePath(name).name for name in set(weight_map.values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise KdjaxError(f"{index} has no readable weight_map ({error!r}): download it again") from None
     if absent := [name for name in names if not (folder / name).exists()]:
         raise KdjaxError(f"{folder} lacks {len(absent)} of {len(names)} shards ({', '.join(absent)}): download them")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 from kdjax.config import DrafterConfig, Int4Config, ModelConfig, YarnConfig
@@ -139,13 +140,20 @@ def _read(file: pathlib.Path) -> _Keys:
     return _Keys(file, values)
 
 
+def _theta(keys: _Keys) -> float:
+    theta = keys.number("rope_theta")
+    if theta <= 1:
+        raise keys.error("rope_theta", "expected a number above 1, the base of the rotary periods")
+    return theta
+
+
 def _rope(keys: _Keys) -> tuple[float, YarnConfig | None]:
     """Theta and YaRN, from `rope_theta` + `rope_scaling` or from `rope_parameters` with theta nested inside."""
     if "rope_parameters" in keys.values:
         rope = keys.section("rope_parameters")
-        theta = rope.number("rope_theta")
+        theta = _theta(rope)
     else:
-        theta = keys.number("rope_theta")
+        theta = _theta(keys)
         if keys.values.get("rope_scaling") is None:
             if "rope_scaling" not in keys.values:
                 raise keys.error("rope_scaling", "state it, null for unscaled rotary embeddings")
@@ -236,6 +244,11 @@ def read_quantization(folder: pathlib.Path) -> Quantization | None:
             raise weights.error(key, f"only {json.dumps(value)} is supported")
     weights.assume({"dynamic": False, "actorder": None, "block_structure": None})
     ignore = keys.get("ignore", list, "a list of module names and re: patterns")
+    for pattern in map(str, ignore):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise keys.error("ignore", f"{pattern} is no regular expression ({error})") from None
     return Quantization(Int4Config(group_size=weights.integer("group_size")), tuple(map(str, ignore)))
 
 
@@ -293,7 +306,7 @@ def read_drafter_config(folder: str | pathlib.Path) -> DrafterConfig:
         KdjaxError: a missing key, a wrong type, or a value that the drafter does not implement.
     """
     keys = _read(pathlib.Path(folder) / "config.json")
-    if "DFlashDraftModel" not in keys.values.get("architectures", []):
+    if "DFlashDraftModel" not in (keys.values.get("architectures") or []):
         raise keys.error("architectures", 'expected ["DFlashDraftModel"], give the folder of a DFlash drafter')
     keys.assume(DRAFTER_ASSUMES)
     dflash = keys.section("dflash_config")

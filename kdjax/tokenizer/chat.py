@@ -78,7 +78,10 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, path: Path) -> ChatTemplate:
-        return cls(path.read_text(encoding="utf-8"), str(path))
+        try:
+            return cls(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise KdjaxError(f"{path}: cannot read the chat template ({error}): download it again") from error
 
     def render(
         self,
@@ -115,6 +118,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise KdjaxError(f"{self.name}: {error}") from error
+        except Exception as error:  # the template is a program of the checkpoint: it may fail in any way
+            raise KdjaxError(f"{self.name}: the template failed on these messages ({error})") from error
 
 
 def _raise(message: str) -> None:

@@ -103,6 +103,8 @@ class Tokenizer:
                 keys = json.loads(config.read_text())
             except ValueError as error:
                 raise KdjaxError(f"{config}: not valid JSON ({error})") from error
+            if not isinstance(keys, dict):
+                raise KdjaxError(f"{config}: expected an object, not {type(keys).__name__}: download it again")
             if keys.get("add_bos_token", False):
                 prefix = (_special_id(keys.get("bos_token"), len(table), config),)
         return cls(table, ChatTemplate.from_file(template) if template.exists() else None, prefix)

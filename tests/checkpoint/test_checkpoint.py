@@ -228,6 +228,14 @@ def test_an_index_wins_over_stray_files(tmp_path):
     assert_equal_trees(load_target(tmp_path, EXACT).params, random_target())
 
 
+@pytest.mark.parametrize("index", [b'{"weight_map": {"a": 3}}', b"\xff", b"[]", b"{}"])
+def test_an_unreadable_index_is_named(tmp_path, index):
+    save_target(tmp_path, TARGET, random_target())
+    (tmp_path / files.INDEX).write_bytes(index)
+    with pytest.raises(KdjaxError, match="has no readable weight_map .*: download it again"):
+        load_target(tmp_path, EXACT)
+
+
 def test_an_index_that_promises_more_than_the_shards_hold(tmp_path):
     save_target(tmp_path, TARGET, random_target(), max_shard_bytes=20_000)
     index = json.loads((tmp_path / files.INDEX).read_text())

@@ -133,6 +133,8 @@ def test_generation_config_says_what_stops(tmp_path):
         ("rms_norm_eps", -1.0, "positive number"),
         ("norm_topk_prob", 1, "true or false"),
         ("rope_scaling.type", "linear", "yarn"),
+        ("rope_theta", 1.0, "number above 1"),
+        ("quantization_config.ignore", ["re:("], "re:( is no regular expression"),
         ("rope_scaling.truncate", False, "only true"),
         ("quantization_config.quant_method", "fp8", "compressed-tensors"),
         ("quantization_config.format", "marlin-24", "pack-quantized"),
@@ -192,6 +194,7 @@ def test_absent_drafter_keys_are_named(tmp_path, key):
         ("dflash_config.mask_token_id", 64, "mask_token_id=64 is outside the vocabulary of 64"),
         ("rope_parameters.rope_type", "longrope", "longrope"),
         ("attention_bias", True, "only false"),
+        ("architectures", None, "architectures is null"),
     ],
 )
 def test_unsupported_drafter_values_are_refused(tmp_path, key, value, words):

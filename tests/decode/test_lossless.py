@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from kdjax.decode import DecodeConfig, Decoder, Request
+from kdjax.reference import loop as reference
+from kdjax.reference.sampling import Sampling
 from tests.decode.models import BLOCK, MASK, MODEL, RUNTIME, Switched, drafter, perfect_table, target, text_of
 
 CASES = 100  # per temperature
@@ -178,6 +181,23 @@ def test_tokens_do_not_depend_on_slot_or_neighbours(bench):
         (alone,) = bench.decoders["tree"].generate([bench.requests[index]])
         assert completion.token_ids == alone.token_ids == bench.truth[index].token_ids
         assert completion.statistics == alone.statistics
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "tree"])
+def test_sampled_tokens_are_those_of_the_reference(mode):
+    """All modes would agree as well on one shifted position, one seed for all, or one temperature."""
+    model = target()
+    wide = reference.Target(MODEL, jax.tree.map(lambda a: np.asarray(a, np.float64), model.params))
+    filters = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
+    config = DecodeConfig(mode=mode, budget=8, prefill_chunk=16, **filters)
+    decoder = Decoder(model, drafter(), config, RUNTIME, slots=2, context=64)
+    prompts, seeds = [(5, 9, 31, 2), (5, 9, 31, 2), (7,) * 20], [3, 2**32 - 1, 4]
+    requests = [Request(prompt_ids=p, max_new_tokens=20, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]
+    for request, completion in zip(requests, decoder.generate(requests), strict=True):
+        truth = reference.generate(
+            wide, None, request.prompt_ids, 20, "autoregressive", sampling=Sampling(**filters), seed=request.seed
+        )
+        assert list(completion.token_ids) == truth.token_ids
 
 
 def test_mask_token_survives_in_prompt_and_output():

@@ -79,6 +79,18 @@ def test_malformed_conversations_are_one_line_errors(template, messages, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("source", ["{{ 1 + 'a' }}", "{{ 1 / 0 }}"])
+def test_a_template_that_fails_in_any_way_is_named(source):
+    with pytest.raises(KdjaxError, match="^custom: the template failed on these messages"):
+        ChatTemplate(source, "custom").render(TALK)
+
+
+def test_a_template_file_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "chat.jinja").write_bytes(b"\xff")
+    with pytest.raises(KdjaxError, match=r"chat.jinja: cannot read the chat template .*: download it again"):
+        ChatTemplate.from_file(tmp_path / "chat.jinja")
+
+
 def test_templates_run_in_a_sandbox():
     with pytest.raises(KdjaxError, match="unsafe"):
         ChatTemplate("{{ ''.__class__.__mro__ }}", "evil").render(TALK)

@@ -149,3 +149,6 @@ def test_checkpoint_folder_brings_template_and_prompt_prefix(tmp_path):
     config.write_text('{"add_bos_token": true, "bos_token": "<s>"}')
     with pytest.raises(KdjaxError, match="bos_token = '<s>' is not a reserved token"):
         Tokenizer.from_checkpoint(tmp_path)
+    config.write_text("[1]")
+    with pytest.raises(KdjaxError, match="expected an object, not list: download it again"):
+        Tokenizer.from_checkpoint(tmp_path)
