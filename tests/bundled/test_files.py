@@ -12,7 +12,8 @@ from experiments.nano.config import NanoConfig
 from experiments.nano.evaluate import GROUPS
 from experiments.nano.tables import markdown
 from kdjax.checkpoint import sha256
-from kdjax.config import load
+from kdjax.config import ModelPair, load
+from kdjax.tokenizer.chat import ChatTemplate
 from tests.bundled.conftest import NANO
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -44,10 +45,17 @@ def test_tokenizer_and_models_agree(target, drafter, tokenizer):
     assert tokenizer.stop_token_ids <= set(target.config.eos_token_ids)
 
 
-def test_configs_are_those_of_the_training_config(target, drafter):
+def test_configs_are_those_of_training_and_of_the_model_file(target, drafter):
     trained = load(NanoConfig, ROOT / "configs/experiments/nano.toml")
     assert target.config == trained.target
     assert drafter.config == trained.drafter
+    pair = load(ModelPair, ROOT / "configs/models/nano.toml")
+    assert (target.config, drafter.config) == (pair.target, pair.drafter)
+
+
+def test_template_is_the_one_of_the_package(tokenizer):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert tokenizer.template.render(messages) == ChatTemplate.default().render(messages)
 
 
 def test_no_weight_is_degenerate(reference_target, reference_drafter):

@@ -1,0 +1,29 @@
+"""What the README promises: its two lines, its Python example, and text from the bundled model."""
+
+import json
+import pathlib
+import re
+
+from kdjax.cli import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_default_command_writes_the_same_text_in_every_mode_and_drafts_are_accepted(cache, capsys, monkeypatch):
+    monkeypatch.setenv("KDJAX_CACHE_DIR", str(cache))
+    assert main(["generate", "--json", "--compare", "-n", "48", "def fibonacci(n):"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["identical"] is True and "return" in result["text"]
+    assert result["tau_micro"] > 1.5 and result["acceptance_by_depth"][0] > 0.3
+
+
+def test_python_example_of_the_readme_runs(cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(example, {})
+    assert float(capsys.readouterr().out.split()[-1]) > 1
+
+
+def test_readme_has_two_lines_for_a_fresh_machine():
+    first = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert first.splitlines() == ['pip install -e ".[test]" && kdjax generate "def fibonacci(n):"', "pytest"]
