@@ -152,6 +152,18 @@ def test_a_call_returns_as_soon_as_a_slot_is_free(decoder):
     assert report.emitted.tolist() == [3, 20]
 
 
+def test_a_waiting_request_takes_a_slot_the_round_it_is_free(decoder):
+    requests = [Request(prompt_ids=PROMPT, max_new_tokens=n, seed=i) for i, n in enumerate((12, 50, 3))]
+    rounds, commits = {}, []
+    for commit in decoder.stream(requests):
+        rounds[commit.request] = commit.so_far.statistics.rounds
+        commits.append((commit.request, commit.finish_reason, dict(rounds)))
+    (ended,) = (seen for request, reason, seen in commits if request == 0 and reason)
+    admitted = next(seen for request, _, seen in commits if request == 2)
+    assert 2 < ended[0] == admitted[1] < 12  # the neighbour has not run on meanwhile
+    assert [request for request, reason, _ in commits if reason] == [0, 2, 1]
+
+
 def test_draft_block_starts_with_the_bonus_and_ignores_the_budget(decoder):
     """Slot 0 of the block is the committed token, the rest is MASK, whatever the budget of the tree."""
     assert block_tokens(DRAFTER, jnp.array([7], jnp.int32)).tolist() == [[7] + [MASK] * (BLOCK - 1)]
