@@ -72,9 +72,8 @@ def _mark_phases(axes: Any, steps: list[dict[str, Any]], phases: tuple[Phase, ..
         if begins is not None:
             axes.axvline(begins, color="grey", linestyle=":")
             label = f"{phase.seq_len:,} tokens" + (", INT4" if phase.int4 else "")
-            axes.text(
-                begins, 0.98, label + " ", transform=axes.get_xaxis_transform(), rotation=90, ha="right", va="top"
-            )
+            place = {"ha": "right", "va": "top", "rotation": 90, "transform": axes.get_xaxis_transform()}
+            axes.text(begins, 0.98, label, size=7, color="grey", **place)
 
 
 def _read(path: pathlib.Path, stage: str, *, lines: bool = True) -> list[dict[str, Any]]:
