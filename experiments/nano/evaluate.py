@@ -12,6 +12,7 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.nano import acceptance, compressors
+from experiments.nano.agreement import Parting, Referee, first_difference
 from experiments.nano.config import Cell, EvaluateConfig, NanoConfig
 from experiments.nano.data import read_documents
 from experiments.nano.tables import markdown
@@ -41,9 +42,9 @@ class Bits(msgspec.Struct, frozen=True):
 def run(config: NanoConfig, folder: pathlib.Path) -> None:
     """Writes `evaluation.json` and `evaluation.md` in `folder`; what `folder/evaluation/` holds is not measured again.
 
-    Runs in float32, so that every mode must give the same tokens.
+    Runs in float32: the modes must give the same tokens, but for scores that are equal up to rounding.
 
-    Raises KdjaxError where `folder` holds measurements with other settings or of other weights.
+    Raises KdjaxError where `folder` holds measurements with other settings or of other weights, or modes disagree.
     """
     configure_jax(compilation_cache=True)
     settings = config.evaluate
@@ -53,6 +54,10 @@ def run(config: NanoConfig, folder: pathlib.Path) -> None:
     drafter = load_drafter(drafter_folder, CPU_EXACT, target.config)
     tokenizer = Tokenizer.from_checkpoint(target_folder)
     documents = dict(read_documents(config.data, "heldout"))
+    prompts = {
+        domain: acceptance.prompts([tokenizer.encode(t) for t in texts], settings.prompts, settings.prompt_len)
+        for domain, texts in documents.items()
+    }
     kept = folder / "evaluation"
     kept.mkdir(parents=True, exist_ok=True)
     provenance = {
@@ -64,7 +69,7 @@ def run(config: NanoConfig, folder: pathlib.Path) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
         outputs = {
-            cell.name: measure_cell(cell, settings, target, drafter, tokenizer, documents, kept, progress)
+            cell.name: measure_cell(cell, settings, target, drafter, tokenizer, prompts, kept, progress)
             for cell in settings.cells
         }
         bits = measure_bits(settings, target, tokenizer, documents, kept, progress)
@@ -80,7 +85,8 @@ def run(config: NanoConfig, folder: pathlib.Path) -> None:
             }
             for cell, by_domain in outputs.items()
         },
-        "modes_identical": modes_identical(settings.cells, outputs),
+        "outputs": sum(len(many) for by_domain in outputs.values() for many in by_domain.values()),
+        "partings": partings(settings.cells, outputs, prompts, settings.seed, Referee(target_folder)),
     }
     (folder / "evaluation.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     (folder / "evaluation.md").write_text(markdown(result, settings.cells, list(GROUPS)) + "\n")
@@ -106,7 +112,7 @@ def measure_cell(
     target: Target,
     drafter: Drafter,
     tokenizer: Tokenizer,
-    documents: dict[str, list[str]],
+    prompts: dict[str, list[tuple[int, ...]]],
     kept: pathlib.Path,
     progress: Progress,
 ) -> dict[str, list[acceptance.Output]]:
@@ -120,16 +126,14 @@ def measure_cell(
         context=settings.prompt_len + settings.new_tokens,
     )
 
-    def outputs(texts: list[str]) -> list[acceptance.Output]:
-        encoded = [tokenizer.encode(text) for text in texts]
-        prompts = acceptance.prompts(encoded, settings.prompts, settings.prompt_len)
-        return acceptance.measure(decoder, tokenizer, prompts, settings.new_tokens, settings.seed)
-
-    task = progress.add_task(cell.name, total=len(documents))
+    task = progress.add_task(cell.name, total=len(prompts))
     result = {}
-    for domain, texts in documents.items():
-        file = kept / f"{cell.name}.{domain}.json"
-        result[domain] = remember(file, list[acceptance.Output], lambda texts=texts: outputs(texts))
+    for domain, many in prompts.items():
+        result[domain] = remember(
+            kept / f"{cell.name}.{domain}.json",
+            list[acceptance.Output],
+            lambda many=many: acceptance.measure(decoder, tokenizer, many, settings.new_tokens, settings.seed),
+        )
         progress.advance(task)
     return result
 
@@ -159,14 +163,36 @@ def measure_bits(
     return result
 
 
-def modes_identical(cells: Sequence[Cell], outputs: dict[str, dict[str, list[acceptance.Output]]]) -> bool:
-    """Whether all modes gave the same tokens at the same temperature."""
-    tokens: dict[float, Any] = {}
+def partings(
+    cells: Sequence[Cell],
+    outputs: dict[str, dict[str, list[acceptance.Output]]],
+    prompts: dict[str, list[tuple[int, ...]]],
+    seed: int,
+    referee: Referee,
+) -> list[Parting]:
+    """Where a mode leaves the text of the first mode of the same temperature.
+
+    Raises KdjaxError where it is not rounding that parts them.
+    """
+    first: dict[float, Cell] = {}
+    found = []
     for cell in cells:
-        mine = {domain: [o.token_ids for o in many] for domain, many in outputs[cell.name].items()}
-        if tokens.setdefault(cell.temperature, mine) != mine:
-            return False
-    return True
+        usual = first.setdefault(cell.temperature, cell)
+        for domain, many in outputs[cell.name].items():
+            for i, (mine, theirs) in enumerate(zip(many, outputs[usual.name][domain], strict=True)):
+                at = first_difference(mine.token_ids, theirs.token_ids)
+                if at is None:
+                    continue
+                if at == min(len(mine.token_ids), len(theirs.token_ids)):
+                    raise KdjaxError(f"{cell.name}, {domain}, prompt {i}: the text ends elsewhere than in {usual.name}")
+                tokens = theirs.token_ids[at], mine.token_ids[at]
+                gap = referee.gap(prompts[domain][i] + mine.token_ids[:at], tokens, cell.temperature, seed + i)
+                found.append(Parting(cell.temperature, domain, i, at, tokens, gap))
+                if not found[-1].is_rounding:
+                    raise KdjaxError(
+                        f"{cell.name}, {domain}, prompt {i}: token {at} is not that of {usual.name}: {gap=}"
+                    )
+    return found
 
 
 def _groups(domains: dict[str, Any]) -> dict[str, list[str]]:

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from experiments.nano import draft_network, network
+from experiments.nano.agreement import Referee
 from kdjax import drafter as dflash
 from kdjax.decode import DecodeConfig, Decoder, Request
+from kdjax.decode.noise import gumbel
 from kdjax.model import k2
 from kdjax.model.cache import KVCache
 from kdjax.model.runtime import CPU_EXACT
 from kdjax.reference import drafter as reference_dflash
 from kdjax.reference import model as reference_model
-from tests.bundled.conftest import float32
+from tests.bundled.conftest import NANO, float32
 from tests.tolerances import SHIPPED_LOGITS
 
 STARTS = [1, 2, 40, 128, 255, 257, 312]
@@ -121,6 +123,16 @@ def test_target_logits(decoded, trained, reference, tokens):
     logits, _ = decoded
     SHIPPED_LOGITS.check(next(iter(trained(tokens))), logits, "training form")
     SHIPPED_LOGITS.check(logits, reference[0], "reference")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_referee_of_decoding_modes_sees_the_scores_that_choose(decoded, tokens, temperature):
+    logits, text, seed = decoded[0][99], tuple(int(t) for t in tokens[:100]), 3
+    noise = gumbel(jnp.full(1, seed, jnp.uint32), jnp.full((1, 1), 100, jnp.int32), jnp.arange(4096, dtype=jnp.int32))
+    scores = logits / temperature + np.asarray(noise)[0, 0] if temperature else logits
+    first, second = (int(t) for t in np.argsort(-scores)[:2])
+    gap = Referee(NANO / "target").gap(text, (first, second), temperature, seed)
+    SHIPPED_LOGITS.check(gap, scores[first] - scores[second])
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -101,15 +101,40 @@ def test_measurements_are_kept_and_not_mixed(tmp_path):
         evaluate.remember(file, dict, measure, expected={"a": 2})
 
 
-def test_modes_are_compared_at_the_same_temperature():
-    cells = [
-        Cell(mode="chain", budget=7),
-        Cell(mode="tree", budget=15),
-        Cell(mode="tree", budget=15, temperature=0.7),
-    ]
-    same = {c.name: {"py_x": [output()]} for c in cells[:2]} | {cells[2].name: {"py_x": [output(token_ids=(3,))]}}
-    assert evaluate.modes_identical(cells, same)
-    assert not evaluate.modes_identical(cells, same | {cells[1].name: {"py_x": [output(token_ids=(1, 3))]}})
+class FixedGap:
+    def __init__(self, gap):
+        self.value, self.asked = gap, []
+
+    def gap(self, text, tokens, temperature, seed):
+        self.asked.append((text, tokens, temperature, seed))
+        return self.value
+
+
+CELLS = [Cell(mode="chain", budget=7), Cell(mode="tree", budget=15), Cell(mode="tree", budget=15, temperature=0.7)]
+
+
+def parted(chain, tree, referee):
+    outputs = [{"py_x": [output(), output(token_ids=ids)]} for ids in (chain, tree, (9, 9))]
+    by_cell = {cell.name: many for cell, many in zip(CELLS, outputs, strict=True)}
+    return evaluate.partings(CELLS, by_cell, {"py_x": [(5,), (6, 7)]}, 100, referee)
+
+
+def test_modes_are_compared_at_the_same_temperature_only():
+    assert parted((1, 2, 3), (1, 2, 3), FixedGap(0.0)) == []
+
+
+def test_equal_scores_may_part_modes():
+    referee = FixedGap(1e-6)
+    (found,) = parted((1, 2, 3), (1, 4), referee)
+    assert (found.domain, found.prompt, found.after, found.tokens, found.gap) == ("py_x", 1, 1, (2, 4), 1e-6)
+    assert referee.asked == [((6, 7, 1), (2, 4), 0.0, 101)]
+
+
+def test_other_scores_may_not():
+    with pytest.raises(KdjaxError, match="tree-15-T0, py_x, prompt 1: token 1"):
+        parted((1, 2, 3), (1, 4, 3), FixedGap(1e-3))
+    with pytest.raises(KdjaxError, match="ends elsewhere"):
+        parted((1, 2, 3), (1, 2), FixedGap(0.0))
 
 
 def test_tables_show_what_was_measured():
