@@ -12,6 +12,11 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+def matmul(x: Float[Array, "*lead width"], w: Float[Array, "width out"]) -> Float[Array, "*lead out"]:
+    """x @ w in the dtype of `x`."""
+    return jnp.matmul(x, w, precision=precision(x.dtype))
+
+
 def matmul_nt(
     x: Float[Array, "*lead width"], w: Float[Array, "out width"], out_dtype: jnp.dtype | None = None
 ) -> Float[Array, "*lead out"]:

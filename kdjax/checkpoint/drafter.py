@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from kdjax import drafter as dflash
 from kdjax.checkpoint.files import TensorFolder, sha256, write_folder
 from kdjax.checkpoint.hf_config import read_drafter_config, write_drafter_config
 from kdjax.checkpoint.layout import drafter_leaves
@@ -34,7 +35,8 @@ def load_drafter(
     ModelPair(target=target_config, drafter=config)
     if expected_sha256 is not None and (found := sha256(path)) != expected_sha256:
         raise KdjaxError(f"{path} has sha256 {found}, expected {expected_sha256}: use the pinned revision")
-    return Drafter(config, load_params(TensorFolder(path), list(drafter_leaves(config)), runtime))
+    params = load_params(TensorFolder(path), list(drafter_leaves(config)), runtime)
+    return Drafter(config, dflash.arrange(params, runtime))
 
 
 def save_drafter(

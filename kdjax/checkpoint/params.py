@@ -14,14 +14,14 @@ import numpy as np
 from kdjax.checkpoint.files import TensorFolder
 from kdjax.checkpoint.layout import Leaf, Stored
 from kdjax.errors import KdjaxError
-from kdjax.model.experts import OutputMajor, place_experts
+from kdjax.model.experts import place_experts
 from kdjax.model.int4 import Int4
 from kdjax.model.runtime import Runtime
 
 Params = dict[str, Any]
 
 # One program per shape instead of a dozen eager ones: compiling those dominated the start of a small model.
-_place = jax.jit(place_experts, static_argnums=(1, 2))
+_place = jax.jit(place_experts, static_argnums=1)
 
 
 def expected_tensors(leaves: Sequence[Leaf], prefix: str = "") -> dict[str, Stored]:
@@ -45,7 +45,7 @@ def _gather(files: TensorFolder, leaf: Leaf, suffix: str) -> np.ndarray:
     return out
 
 
-def _load_leaf(files: TensorFolder, leaf: Leaf, runtime: Runtime) -> jax.Array | Int4 | OutputMajor:
+def _load_leaf(files: TensorFolder, leaf: Leaf, runtime: Runtime) -> jax.Array | Int4:
     if leaf.bias:
         return jnp.asarray(_gather(files, leaf, ".e_score_correction_bias"))
     if leaf.int4 is None:
@@ -63,7 +63,7 @@ def _load_leaf(files: TensorFolder, leaf: Leaf, runtime: Runtime) -> jax.Array |
         columns=leaf.shape[1],
         group_size=leaf.int4.group_size,
     )
-    return _place(weight, str(leaf.path[-2]), runtime)
+    return _place(weight, runtime)
 
 
 def load_params(files: TensorFolder, leaves: Sequence[Leaf], runtime: Runtime) -> Params:

@@ -11,6 +11,7 @@ from kdjax.checkpoint.layout import Leaf, is_ignored, target_leaves
 from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_params
 from kdjax.config import Int4Config, ModelConfig
 from kdjax.errors import KdjaxError
+from kdjax.model import k2
 from kdjax.model.runtime import Runtime
 
 WRAPPER_PREFIX = "language_model."
@@ -49,7 +50,8 @@ def load_target(path: str | pathlib.Path, runtime: Runtime) -> Target:
     """Read config and weights, one leaf of the params in memory at a time.
 
     Routed experts are stacked `[E, out, in]`; INT4 stays packed unless `runtime.expert_weights` asks to expand it.
-    Other weights take `runtime.compute_dtype` once, here; the router's `e_score_correction_bias` stays float32.
+    Other weights take `runtime.compute_dtype` once, here; the router's `e_score_correction_bias` stays float32. With
+    `runtime.layout` "fused" all are then rearranged, which takes the memory of the model once more.
 
     Raises:
         KdjaxError: an unsupported config, or files that are absent, damaged or not what the config describes.
@@ -58,7 +60,8 @@ def load_target(path: str | pathlib.Path, runtime: Runtime) -> Target:
     config = read_model_config(folder)
     leaves = _leaves(config, read_quantization(folder))
     files = TensorFolder(folder, prefix=WRAPPER_PREFIX, skip=VISION)
-    return Target(config, load_params(files, leaves, runtime), files.skipped)
+    params = k2.arrange(load_params(files, leaves, runtime), config, runtime)
+    return Target(config, params, files.skipped)
 
 
 def save_target(

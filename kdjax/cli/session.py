@@ -28,6 +28,7 @@ class Session:
             cache_dtype=runtime.cache_dtype,
             backend=runtime.backend,
             expert_weights=runtime.expert_weights,
+            layout=runtime.layout,
         )
         self._tokenizer = Tokenizer.from_checkpoint(target)
         self._target = load_target(target, self._runtime)

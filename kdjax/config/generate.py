@@ -42,6 +42,7 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Numerics and compilation. Equality of all decoding modes is promised for float32.
 
     `expert_weights` "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them once, at load.
+    `layout` "fused" rearranges the weights at load for small float32 models on CPU; "checkpoint" leaves them alone.
     `compilation_cache` keeps compiled programs in the user's cache folder, so that a second start is fast.
     """
 
@@ -49,6 +50,7 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
     backend: Literal["xla"] = "xla"
     expert_weights: Literal["packed", "dequantized"] = "dequantized"
+    layout: Literal["fused", "checkpoint"] = "fused"
     compilation_cache: bool = True
 
 

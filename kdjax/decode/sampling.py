@@ -59,6 +59,15 @@ def _last_of_prefix(
     return lax.cond(reached, lambda: (cut, cut_id), lambda: within(length)[:2])
 
 
+def first_largest(x: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
+    """argmax as int32 by two plain reductions: XLA's CPU backend runs an argmax one element at a time.
+
+    Where a row has NaN the result is unspecified (its largest value is NaN, which callers look for).
+    """
+    ids = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, x.shape[-1] - 1), axis=-1)
+
+
 def sample(
     logits: Float[Array, "slots rows vocab"],
     positions: Int[Array, "slots rows"],
@@ -70,9 +79,9 @@ def sample(
     Work that the (static) sampling configuration does not need is not compiled in.
     """
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return first_largest(logits)
     scaled = logits / np.float32(sampling.temperature)
     scores = scaled + gumbel(seeds, positions, jnp.arange(logits.shape[-1], dtype=jnp.int32))
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0:
         scores = jnp.where(kept(scaled, sampling), scores, -jnp.inf)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return first_largest(scores)

@@ -20,7 +20,8 @@ from kdjax.drafter.attention import attend
 from kdjax.drafter.cache import DraftCache
 from kdjax.model import rope
 from kdjax.model.experts import MLP
-from kdjax.model.linear import Linear
+from kdjax.model.fused import FusedMLP, fuse_mlp, input_major
+from kdjax.model.linear import InputMajorLinear, Linear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
 
@@ -35,27 +36,30 @@ def rotate(x: Float[Array, "slots n heads head_dim"], cos_sin: CosSin) -> Float[
 
 
 class Attention(nnx.Module):
+    """Attention of one layer, but for the projections around it, which differ in how a layout holds them."""
+
     def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype):
         c = config
-        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.head_dim = c.head_dim
+        self.queries, self.keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.causal = c.causal_in_block(layer)
         self.window = c.window(layer)
-        self.q_proj = Linear(c.hidden_size, queries, dtype)
-        self.k_proj = Linear(c.hidden_size, keys, dtype)
-        self.v_proj = Linear(c.hidden_size, keys, dtype)
-        self.o_proj = Linear(queries, c.hidden_size, dtype)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
+
+    def project(
+        self, x: Float[Array, "slots n hidden"]
+    ) -> tuple[Float[Array, "slots n queries"], Float[Array, "slots n keys"], Float[Array, "slots n keys"]]:
+        raise NotImplementedError
 
     def heads(self, x: Float[Array, "slots n width"]) -> Float[Array, "slots n heads head_dim"]:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
     def keys_values(
-        self, x: Float[Array, "slots n hidden"], cos_sin: CosSin
+        self, k: Float[Array, "slots n keys"], v: Float[Array, "slots n keys"], cos_sin: CosSin
     ) -> tuple[Float[Array, "slots n kv_heads head_dim"], Float[Array, "slots n kv_heads head_dim"]]:
-        """The same projections serve context features and block."""
-        return rotate(self.k_norm(self.heads(self.k_proj(x))), cos_sin), self.heads(self.v_proj(x))
+        """From projections, be they of context features or of the block."""
+        return rotate(self.k_norm(self.heads(k)), cos_sin), self.heads(v)
 
     def __call__(
         self,
@@ -65,39 +69,83 @@ class Attention(nnx.Module):
         context_v: Float[Array, "slots rows kv_heads head_dim"],
         start: Int32[Array, "slots"],
     ) -> Float[Array, "slots block hidden"]:
-        query = rotate(self.q_norm(self.heads(self.q_proj(x))), cos_sin)
-        k, v = self.keys_values(x, cos_sin)
+        q, k, v = self.project(x)
+        query = rotate(self.q_norm(self.heads(q)), cos_sin)
+        k, v = self.keys_values(k, v, cos_sin)
         out = attend(query, k, v, context_k, context_v, start, causal=self.causal, window=self.window)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 
-class Layer(nnx.Module):
+class PlainAttention(Attention):
     def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype):
-        c = config
+        super().__init__(config, layer, dtype)
+        hidden = config.hidden_size
+        self.q_proj = Linear(hidden, self.queries, dtype)
+        self.k_proj = Linear(hidden, self.keys, dtype)
+        self.v_proj = Linear(hidden, self.keys, dtype)
+        self.o_proj = Linear(self.queries, hidden, dtype)
+
+    def project(
+        self, x: Float[Array, "slots n hidden"]
+    ) -> tuple[Float[Array, "slots n queries"], Float[Array, "slots n keys"], Float[Array, "slots n keys"]]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class FusedAttention(Attention):
+    def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype):
+        super().__init__(config, layer, dtype)
+        self.qkv_proj = InputMajorLinear(config.hidden_size, self.queries + 2 * self.keys, dtype)
+        self.o_proj = InputMajorLinear(self.queries, config.hidden_size, dtype)
+
+    def project(
+        self, x: Float[Array, "slots n hidden"]
+    ) -> tuple[Float[Array, "slots n queries"], Float[Array, "slots n keys"], Float[Array, "slots n keys"]]:
+        q, k, v = jnp.split(self.qkv_proj(x), (self.queries, self.queries + self.keys), axis=-1)
+        return q, k, v
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: DrafterConfig, layer: int, runtime: Runtime):
+        c, dtype = config, runtime.dtype
+        fused = runtime.layout == "fused"
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.self_attn = Attention(c, layer, dtype)
+        self.self_attn = (FusedAttention if fused else PlainAttention)(c, layer, dtype)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size, dtype)
+        self.mlp = (FusedMLP if fused else MLP)(c.hidden_size, c.intermediate_size, dtype)
 
 
 class DFlash(nnx.Module):
-    def __init__(self, config: DrafterConfig, dtype: jnp.dtype):
-        c = config
-        self.fc = Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size, dtype)
+    def __init__(self, config: DrafterConfig, runtime: Runtime):
+        c, dtype = config, runtime.dtype
+        taps = len(c.target_layer_ids) * c.hidden_size
+        self.fc = (InputMajorLinear if runtime.layout == "fused" else Linear)(taps, c.hidden_size, dtype)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_hidden_layers)])
+        self.layers = nnx.List([Layer(c, i, runtime) for i in range(c.num_hidden_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
 
 
 @functools.lru_cache(maxsize=16)
 def _split(config: DrafterConfig, runtime: Runtime) -> tuple[Any, Any]:
     """The graph definition and the abstract state."""
-    return nnx.split(nnx.eval_shape(lambda: DFlash(config, runtime.dtype)))
+    return nnx.split(nnx.eval_shape(lambda: DFlash(config, runtime)))
 
 
 def abstract_params(config: DrafterConfig, runtime: Runtime) -> Params:
     """The params as `jax.ShapeDtypeStruct` leaves: what a loader must deliver."""
     return nnx.to_pure_dict(_split(config, runtime)[1])
+
+
+def arrange(params: Params, runtime: Runtime) -> Params:
+    """Params as a checkpoint has them, in the layout that `runtime` runs. A loader's last step."""
+    if runtime.layout != "fused":
+        return params
+    layers = {}
+    for i, layer in params["layers"].items():
+        q, k, v, o = (layer["self_attn"][name]["weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        norms = {name: layer["self_attn"][name] for name in ("q_norm", "k_norm")}
+        attn = {**norms, "qkv_proj": input_major(q, k, v), "o_proj": input_major(o)}
+        layers[i] = {**layer, "self_attn": attn, "mlp": fuse_mlp(layer["mlp"])}
+    return {**params, "layers": layers, "fc": input_major(params["fc"]["weight"])}
 
 
 def _cos_sin(config: DrafterConfig, positions: Int32[Array, "slots n"]) -> CosSin:
@@ -135,7 +183,8 @@ def context(
     drafter = nnx.merge(_split(config, runtime)[0], params)
     x = features(params, config, taps, runtime)
     cos_sin = _cos_sin(config, positions)
-    k, v = zip(*(layer.self_attn.keys_values(x, cos_sin) for layer in drafter.layers), strict=True)
+    attns = [layer.self_attn for layer in drafter.layers]
+    k, v = zip(*(attn.keys_values(*attn.project(x)[1:], cos_sin) for attn in attns), strict=True)
     return jnp.stack(k), jnp.stack(v)
 
 

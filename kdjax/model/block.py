@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from kdjax.config import ModelConfig
 from kdjax.model.experts import MLP, MoE
+from kdjax.model.fused import FusedMLA, FusedMLP, FusedMoE
 from kdjax.model.mla import MLA, Step
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
@@ -16,9 +17,11 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, runtime: Runtime):
         c = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, runtime.dtype)
-        self.self_attn = MLA(c, runtime)
+        fused = runtime.layout == "fused"
+        mla, moe, mlp = (FusedMLA, FusedMoE, FusedMLP) if fused else (MLA, MoE, MLP)
+        self.self_attn = mla(c, runtime)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, runtime.dtype)
-        self.mlp = MoE(c, runtime) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size, runtime.dtype)
+        self.mlp = moe(c, runtime) if c.is_moe(layer) else mlp(c.hidden_size, c.intermediate_size, runtime.dtype)
 
     def __call__(
         self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step

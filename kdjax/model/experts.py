@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,40 +28,22 @@ class MLP(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OutputMajor:
-    """Stacked matrices as [out, experts, in], the layout in which the XLA path contracts all experts in one matmul.
-
-    Attributes:
-        array: [out, experts, in].
-    """
-
-    array: Any
-
-
 class ExpertMatrix(nnx.Module):
     """One projection, all routed experts: [experts, out, in]. INT4 where the checkpoint has it and it stays packed."""
 
-    def __init__(self, config: ModelConfig, out: int, width: int, runtime: Runtime, *, output_major: bool = False):
+    def __init__(self, config: ModelConfig, out: int, width: int, runtime: Runtime):
         n, int4 = config.n_routed_experts, config.experts_int4
-        if int4 is None:
+        if int4 is None or runtime.expert_weights == "dequantized":
             self.weight = nnx.Param(jnp.zeros((n, out, width), runtime.dtype))
-        elif runtime.expert_weights == "dequantized":
-            dense = jnp.zeros((n, out, width), runtime.dtype)
-            self.weight = nnx.Param(OutputMajor(jnp.swapaxes(dense, 0, 1)) if output_major else dense)
         else:
             packed = jnp.zeros((n, out, -(-width // 8)), jnp.uint32)
             scale = jnp.zeros((n, out, -(-width // int4.group_size)), jnp.bfloat16)
             self.weight = nnx.Param(Int4(packed, scale, width, int4.group_size))
 
 
-def place_experts(weight: Int4, projection: str, runtime: Runtime) -> Int4 | Float[Array, "_ _ _"] | OutputMajor:
+def place_experts(weight: Int4, runtime: Runtime) -> Int4 | Float[Array, "_ _ _"]:
     """What a loader puts into the params for one stacked INT4 projection, as `runtime.expert_weights` says."""
-    if runtime.expert_weights == "packed":
-        return weight
-    dense = dequantize(weight, runtime.dtype)
-    return OutputMajor(jnp.swapaxes(dense, 0, 1)) if projection == "down_proj" else dense
+    return weight if runtime.expert_weights == "packed" else dequantize(weight, runtime.dtype)
 
 
 class Experts(nnx.Module):
@@ -73,7 +52,7 @@ class Experts(nnx.Module):
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_proj = ExpertMatrix(config, inner, hidden, runtime)
         self.up_proj = ExpertMatrix(config, inner, hidden, runtime)
-        self.down_proj = ExpertMatrix(config, hidden, inner, runtime, output_major=True)
+        self.down_proj = ExpertMatrix(config, hidden, inner, runtime)
 
     def __call__(
         self,
@@ -87,9 +66,8 @@ class Experts(nnx.Module):
             arrays = [a for m in packed for a in (m.packed, m.scale)]
             group_size = packed[0].group_size
             return int4_experts(x, indices, weights, *arrays, group_size=group_size, backend=self.runtime.backend)
-        if isinstance(gate, Int4 | OutputMajor) or isinstance(up, Int4 | OutputMajor) or isinstance(down, Int4):
+        if packed:
             raise KdjaxError("gate_proj, up_proj and down_proj of the experts differ in format: quantise all or none")
-        down = down.array if isinstance(down, OutputMajor) else jnp.swapaxes(down, 0, 1)
         return dense_experts(x, indices, weights, gate, up, down, backend=self.runtime.backend)
 
 

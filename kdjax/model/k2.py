@@ -20,11 +20,12 @@ from kdjax.errors import KdjaxError
 from kdjax.model import rope
 from kdjax.model.block import Block
 from kdjax.model.cache import KVCache
-from kdjax.model.linear import Linear
+from kdjax.model.fused import fuse
+from kdjax.model.linear import InputMajorLinear, Linear
 from kdjax.model.mla import Step
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
-from pallas_kernels.numerics import matmul_nt
+from pallas_kernels.numerics import matmul, matmul_nt
 
 Params = dict[str, Any]
 
@@ -40,7 +41,8 @@ class K2(nnx.Module):
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype)
         self.layers = nnx.List([Block(c, i, runtime) for i in range(c.num_hidden_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.lm_head = Linear(c.hidden_size, c.vocab_size, dtype)
+        linear = InputMajorLinear if runtime.layout == "fused" else Linear
+        self.lm_head = linear(c.hidden_size, c.vocab_size, dtype)
 
 
 @functools.lru_cache(maxsize=16)
@@ -52,6 +54,11 @@ def _split(config: ModelConfig, runtime: Runtime) -> tuple[Any, Any]:
 def abstract_params(config: ModelConfig, runtime: Runtime) -> Params:
     """The params as `jax.ShapeDtypeStruct` leaves (INT4 matrices as `Int4` of them): what a loader must deliver."""
     return nnx.to_pure_dict(_split(config, runtime)[1])
+
+
+def arrange(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
+    """Params as a checkpoint has them, in the layout that `runtime` runs. A loader's last step."""
+    return fuse(params, config) if runtime.layout == "fused" else params
 
 
 @jax.tree_util.register_dataclass
@@ -132,10 +139,11 @@ def logits(
     params: Params, config: ModelConfig, hidden: Float[Array, "*lead hidden"], runtime: Runtime
 ) -> Float32[Array, "*lead vocab"]:
     """lm_head of a final-normed hidden state, accumulated and returned in float32."""
-    weight = params["lm_head"]["weight"]
-    if weight.shape != (config.vocab_size, config.hidden_size):
+    weight, fused = params["lm_head"]["weight"], runtime.layout == "fused"
+    expected = (config.hidden_size, config.vocab_size) if fused else (config.vocab_size, config.hidden_size)
+    if weight.shape != expected:
         raise KdjaxError(
-            f"lm_head.weight is {weight.shape}, the config says {(config.vocab_size, config.hidden_size)}: "
-            "use the config of this checkpoint"
+            f"lm_head.weight is {weight.shape}, config and runtime say {expected}: "
+            "use the config of this checkpoint and the runtime it was loaded for"
         )
-    return matmul_nt(hidden, weight, jnp.dtype(jnp.float32))
+    return matmul(hidden, weight) if fused else matmul_nt(hidden, weight, jnp.dtype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Bias-free linear layers over dense or INT4 weights, stored [out, in] as in the checkpoint."""
+"""Bias-free linear layers: dense or INT4 weights [out, in] as in the checkpoint, or dense ones [in, out]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kdjax.model.int4 import Int4, dequantize
-from pallas_kernels.numerics import matmul_nt
+from pallas_kernels.numerics import matmul, matmul_nt
 
 
 def linear(x: Float[Array, "*lead width"], weight: Float[Array, "out width"] | Int4) -> Float[Array, "*lead out"]:
@@ -22,3 +22,13 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead out"]:
         return linear(x, self.weight.get_value())
+
+
+class InputMajorLinear(nnx.Module):
+    """x @ weight with weight [in, out], which XLA's CPU backend multiplies by several rows without repacking it."""
+
+    def __init__(self, width: int, out: int, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((width, out), dtype))
+
+    def __call__(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead out"]:
+        return matmul(x, self.weight.get_value())

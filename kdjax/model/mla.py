@@ -48,9 +48,7 @@ class MLA(nnx.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*x.shape[:2], c.num_attention_heads, c.qk_head_dim)
         q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
-        per_head = (*x.shape[:2], c.num_attention_heads, c.qk_rope_head_dim // 2)
-        cos, sin = (jnp.broadcast_to(a[:, :, None, :], per_head) for a in (step.cos, step.sin))
-        q_rope = rope.rotate_interleaved(q_rope, cos, sin)
+        q_rope = rope.rotate_interleaved_heads(q_rope, step.cos, step.sin)
 
         compressed = self.kv_a_proj_with_mqa(x)
         latent = self.kv_a_layernorm(compressed[..., : c.kv_lora_rank])

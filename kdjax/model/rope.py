@@ -68,6 +68,14 @@ def rotate_interleaved(
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
+def rotate_interleaved_heads(
+    x: Float[Array, "slots q heads width"], cos: Float[Array, "slots q half"], sin: Float[Array, "slots q half"]
+) -> Float[Array, "slots q heads width"]:
+    """`rotate_interleaved`, every head alike."""
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    return rotate_interleaved(x, *(jnp.broadcast_to(a[:, :, None, :], shape) for a in (cos, sin)))
+
+
 def rotate_half_split(
     x: Float[Array, "*lead width"], cos: Float[Array, "*lead half"], sin: Float[Array, "*lead half"]
 ) -> Float[Array, "*lead width"]:

@@ -15,6 +15,7 @@ Dtype = Literal["float32", "bfloat16"]
 Backend = Literal["xla"]
 ExpertWeights = Literal["packed", "dequantized"]
 Mla = Literal["absorbed", "materialised"]
+Layout = Literal["checkpoint", "fused"]
 
 
 class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +28,8 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         backend: implementation of the ops of `pallas_kernels`.
         expert_weights: "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them to
             `compute_dtype` once, at load (8 times the memory in float32).
+        layout: "checkpoint" keeps every matrix as it is stored. "fused" prepares them once, at load, for small models
+            on CPU, where each matmul has a fixed cost: see `kdjax.model.fused`. float32 and dequantized experts only.
         mla: "absorbed" attends in the latent space; "materialised" expands keys and values of every head, as a check.
     """
 
@@ -34,6 +37,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cache_dtype: Dtype
     backend: Backend = "xla"
     expert_weights: ExpertWeights = "packed"
+    layout: Layout = "checkpoint"
     mla: Mla = "absorbed"
 
     def __post_init__(self) -> None:
@@ -42,12 +46,22 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ("cache_dtype", Dtype),
             ("backend", Backend),
             ("expert_weights", ExpertWeights),
+            ("layout", Layout),
             ("mla", Mla),
         ):
             if (value := getattr(self, name)) not in get_args(choices):
                 raise KdjaxError(
                     f"Runtime {name}={value!r} is not supported: use one of {', '.join(get_args(choices))}"
                 )
+
+        if self.layout == "fused":
+            for name, needed in (
+                ("compute_dtype", "float32"),
+                ("expert_weights", "dequantized"),
+                ("mla", "absorbed"),
+            ):
+                if (value := getattr(self, name)) != needed:
+                    raise KdjaxError(f"Runtime layout='fused' needs {name}={needed!r}, not {value!r}: change either")
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -58,5 +72,5 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return pallas_kernels.numerics.precision(self.dtype)
 
 
-CPU_EXACT = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="dequantized")
-"""The exactness mode on CPU: float32 throughout, experts expanded at load."""
+CPU_EXACT = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="dequantized", layout="fused")
+"""The exactness mode on CPU: float32 throughout, experts expanded and matrices fused at load."""

@@ -50,13 +50,11 @@ def dense_experts(
     weights: Float[Array, "tokens top_k"],
     gate: Float[Array, "experts inner hidden"],
     up: Float[Array, "experts inner hidden"],
-    down: Float[Array, "hidden experts inner"],
+    down: Float[Array, "experts hidden inner"],
     *,
     backend: str,
 ) -> Float[Array, "tokens hidden"]:
     """`int4_experts` for weights that are plain arrays in the dtype of `x` (bf16 checkpoints, or dequantised once).
-
-    `down` has its output axis first: all experts together are then one [hidden, experts * inner] matrix.
 
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
@@ -65,6 +63,33 @@ def dense_experts(
     if {gate.dtype, up.dtype, down.dtype} != {x.dtype}:
         raise NotImplementedError(f"dense_experts: {x.dtype=} with {gate.dtype=}, {up.dtype=}, {down.dtype=}")
     return xla.dense_experts(x, indices, weights, gate, up, down)
+
+
+def fused_experts(
+    x: Float[Array, "tokens hidden"],
+    indices: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    gate_up: Float[Array, "experts gate_and_up hidden"],
+    down: Float[Array, "experts hidden inner"],
+    all_gate_up: Float[Array, "hidden all_gates_and_ups"],
+    all_down: Float[Array, "all_inner hidden"],
+    *,
+    backend: str,
+) -> Float[Array, "tokens hidden"]:
+    """`dense_experts` for few small experts, whose weights are held twice.
+
+    `gate_up` has the rows of gate, then those of up; `all_gate_up` has the columns of every expert's gate, then those
+    of every expert's up; `all_down` is every expert's down, transposed.
+
+    Raises:
+        NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
+    """
+    _check_backend("fused_experts", backend)
+    if {gate_up.dtype, down.dtype, all_gate_up.dtype, all_down.dtype} != {x.dtype}:
+        raise NotImplementedError(
+            f"fused_experts: {x.dtype=} with {gate_up.dtype=}, {down.dtype=}, {all_gate_up.dtype=}, {all_down.dtype=}"
+        )
+    return xla.fused_experts(x, indices, weights, gate_up, down, all_gate_up, all_down)
 
 
 def _check_backend(op: str, backend: str) -> None:

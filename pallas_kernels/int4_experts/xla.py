@@ -24,13 +24,12 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32, UInt32
 
 from pallas_kernels.int4 import dequantize
-from pallas_kernels.numerics import matmul_nt, precision
+from pallas_kernels.numerics import matmul, matmul_nt, precision
 
 ONE_BY_ONE = 16  # assignments; the loop is unrolled, so this also bounds the size of the program
-WHOLE = 8  # experts / top_k up to which the wasted arithmetic is cheaper than many small matmuls
 
 Packed = tuple[UInt32[Array, "_ _ _"], BFloat16[Array, "_ _ _"]]
-Matrices = Callable[[Int32[Array, ""]], tuple[Array, Array, Array]]
+Matrices = Callable[[Int32[Array, ""]], tuple[Array, ...]]
 
 
 def dense_experts(
@@ -39,20 +38,33 @@ def dense_experts(
     weights: Float[Array, "tokens top_k"],
     gate: Float[Array, "experts inner hidden"],
     up: Float[Array, "experts inner hidden"],
-    down: Float[Array, "hidden experts inner"],
+    down: Float[Array, "experts hidden inner"],
 ) -> Float[Array, "tokens hidden"]:
     def matrices(e: Int32[Array, ""]) -> tuple[Array, Array, Array]:
-        return (
-            lax.dynamic_index_in_dim(gate, e, keepdims=False),
-            lax.dynamic_index_in_dim(up, e, keepdims=False),
-            lax.dynamic_index_in_dim(down, e, axis=1, keepdims=False),
-        )
+        gate_e, up_e, down_e = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate, up, down))
+        return gate_e, up_e, down_e
 
     if indices.size <= ONE_BY_ONE:
         return _one_by_one(x, indices, weights, matrices)
-    if gate.shape[0] <= WHOLE * indices.shape[1]:
-        return _whole(x, indices, weights, gate, up, down)
     return _grouped(x, indices, weights, gate.shape[0], matrices)
+
+
+def fused_experts(
+    x: Float[Array, "tokens hidden"],
+    indices: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    gate_up: Float[Array, "experts gate_and_up hidden"],
+    down: Float[Array, "experts hidden inner"],
+    all_gate_up: Float[Array, "hidden all_gates_and_ups"],
+    all_down: Float[Array, "all_inner hidden"],
+) -> Float[Array, "tokens hidden"]:
+    if indices.size > ONE_BY_ONE:
+        return _whole(x, indices, weights, gate_up.shape[0], all_gate_up, all_down)
+
+    def matrices(e: Int32[Array, ""]) -> tuple[Array, Array]:
+        return lax.dynamic_index_in_dim(gate_up, e, keepdims=False), lax.dynamic_index_in_dim(down, e, keepdims=False)
+
+    return _one_by_one(x, indices, weights, matrices)
 
 
 def int4_experts(
@@ -89,20 +101,17 @@ def _one_by_one(
     return jnp.concatenate(rows).astype(x.dtype)
 
 
-def _swiglu_one(
-    x: Float[Array, "1 hidden"],
-    gate: Float[Array, "inner hidden"],
-    up: Float[Array, "inner hidden"],
-    down: Float[Array, "hidden inner"],
-) -> Float[Array, "1 hidden"]:
-    """`swiglu` of one row, written so that XLA's CPU backend fuses the slicing of a matrix into its product with `x`.
+def _swiglu_one(x: Float[Array, "1 hidden"], *matrices: Float[Array, "_ _"]) -> Float[Array, "1 hidden"]:
+    """`swiglu` of one row by gate, up and down, or by gate stacked on up and down.
 
-    It does so for an explicitly transposed operand only, else it copies the matrix first. The barriers keep it from
-    fusing what comes before into the same loop (computed once per output) and what comes after (the copy again).
+    Written so that XLA's CPU backend fuses the slicing of a matrix into its product with `x`: it does so for an
+    explicitly transposed operand only, else it copies the matrix first. The barriers keep it from fusing what comes
+    before into the same loop (computed once per output) and what comes after (the copy again).
     """
     p, barrier = precision(x.dtype), lax.optimization_barrier
-    x = barrier(x)
-    g, u = barrier((jnp.matmul(x, gate.T, precision=p), jnp.matmul(x, up.T, precision=p)))
+    x, down = barrier(x), matrices[-1]
+    products = barrier([jnp.matmul(x, w.T, precision=p) for w in matrices[:-1]])
+    g, u = products if len(products) == 2 else jnp.split(products[0], 2, axis=1)
     inner = barrier(jax.nn.silu(g) * u)
     return barrier(jnp.matmul(inner, down.T, precision=p))
 
@@ -111,19 +120,16 @@ def _whole(
     x: Float[Array, "tokens hidden"],
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate: Float[Array, "experts inner hidden"],
-    up: Float[Array, "experts inner hidden"],
-    down: Float[Array, "hidden experts inner"],
+    experts: int,
+    gate_up: Float[Array, "hidden all_gates_and_ups"],
+    down: Float[Array, "all_inner hidden"],
 ) -> Float[Array, "tokens hidden"]:
     """The routing weights scale the inner activations, so that `down` sums over experts in the same matmul."""
-    experts, inner, hidden = gate.shape
     one_hot = indices[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
     routed = jnp.sum(jnp.where(one_hot, weights[:, :, None].astype(jnp.float32), 0.0), axis=1)
-    g = matmul_nt(x, gate.reshape(experts * inner, hidden))
-    u = matmul_nt(x, up.reshape(experts * inner, hidden))
-    a = (jax.nn.silu(g) * u).reshape(-1, experts, inner).astype(jnp.float32) * routed[:, :, None]
-    a = a.reshape(-1, experts * inner).astype(x.dtype)
-    return matmul_nt(a, down.reshape(hidden, experts * inner))
+    g, u = jnp.split(matmul(x, gate_up), 2, axis=1)
+    a = (jax.nn.silu(g) * u).reshape(len(x), experts, -1).astype(jnp.float32) * routed[:, :, None]
+    return matmul(a.reshape(len(x), -1).astype(x.dtype), down)
 
 
 def _grouped(

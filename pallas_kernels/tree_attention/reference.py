@@ -11,7 +11,7 @@ def visibility(
     lengths: Int32[Array, "slots"], ancestors: Bool[Array, "slots q q"], rows: int
 ) -> Bool[Array, "slots q rows"]:
     """Which cache rows each token sees."""
-    row = jnp.arange(rows)
+    row = jnp.arange(rows, dtype=jnp.int32)
     node = row[None, :] - lengths[:, None]
     tree = jnp.take_along_axis(ancestors, jnp.clip(node, 0, ancestors.shape[-1] - 1)[:, None, :], axis=2)
     tree = tree & ((node >= 0) & (node < ancestors.shape[-1]))[:, None, :]

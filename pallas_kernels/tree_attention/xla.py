@@ -1,4 +1,4 @@
-"""Plain-JAX tree attention: the tree's own rows first, then the prefix in blocks with an online softmax."""
+"""Plain-JAX tree attention: committed and tree rows alike, in blocks of the cache with an online softmax."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.numerics import precision
+from pallas_kernels.tree_attention.reference import visibility
 
 BLOCK = 256
 UNSEEN = -1e30  # finite: a row with nothing seen yet must not produce inf - inf
@@ -27,40 +28,35 @@ def tree_attention(
     p = precision(dtype)
     query = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(slots, q * heads, width)
 
-    def attend(carry, keys, seen):
+    if ancestors is None:
+        ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((q, q), bool)), (slots, q, q))
+    # One mask for the whole cache: the same for every layer, so XLA makes it once per forward.
+    seen = visibility(lengths, ancestors, rows)
+    block = min(BLOCK, rows)
+
+    def body(i, carry):
         """One online-softmax step. Values are whole rows (the rotary tail is cut once, at the end): no copy of keys."""
         peak, total, out = carry
-        keys = keys.astype(dtype)
+        # The last block is moved back to end with the cache; rows an earlier block covered are masked.
+        start = jnp.minimum(i * block, rows - block)
+        new = start + jnp.arange(block, dtype=jnp.int32) >= i * block
+        mask = lax.dynamic_slice_in_dim(seen, start, block, axis=2) & new[None, None, :]
+        mask = jnp.broadcast_to(mask[:, :, None, :], (slots, q, heads, block)).reshape(slots, q * heads, block)
+        keys = lax.dynamic_slice_in_dim(cache_rows, start, block, axis=1).astype(dtype)
         scores = jnp.einsum("sqw,scw->sqc", query, keys, precision=p, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(seen, scores, UNSEEN)
+        scores = jnp.where(mask, scores, UNSEEN)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        weight = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
+        weight = jnp.where(mask, jnp.exp(scores - new_peak[..., None]), 0.0)
         keep = jnp.exp(peak - new_peak)
         added = jnp.einsum("sqc,scw->sqw", weight.astype(dtype), keys, precision=p, preferred_element_type=jnp.float32)
         return new_peak, total * keep + jnp.sum(weight, axis=-1), out * keep[..., None] + added
 
-    node = lengths[:, None] + jnp.arange(q, dtype=jnp.int32)[None, :]
-    tree_keys = jnp.take_along_axis(cache_rows, jnp.minimum(node, rows - 1)[:, :, None], axis=1)
-    if ancestors is None:
-        ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((q, q), bool)), (slots, q, q))
-    tree_seen = jnp.repeat(ancestors & (node < rows)[:, None, :], heads, axis=1)
     carry = (
         jnp.full((slots, q * heads), UNSEEN, jnp.float32),
         jnp.zeros((slots, q * heads), jnp.float32),
         jnp.zeros((slots, q * heads, width), jnp.float32),
     )
-    carry = attend(carry, tree_keys, tree_seen)
-
-    block = min(BLOCK, rows)
-
-    def body(i, carry):
-        # The last block is moved back to end with the cache; rows an earlier block covered are masked.
-        start = jnp.minimum(i * block, rows - block)
-        row = start + jnp.arange(block, dtype=jnp.int32)
-        seen = (row >= i * block)[None, :] & (row[None, :] < lengths[:, None])
-        return attend(carry, lax.dynamic_slice_in_dim(cache_rows, start, block, axis=1), seen[:, None, :])
-
-    longest = jnp.minimum(jnp.max(lengths), rows)
+    longest = jnp.minimum(jnp.max(lengths) + q, rows)
     _, total, out = lax.fori_loop(0, -(-longest // block), body, carry)
     out = out[..., :rank] / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return out.reshape(slots, q, heads, rank).astype(dtype)

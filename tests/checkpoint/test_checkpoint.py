@@ -15,14 +15,14 @@ from kdjax.checkpoint import files, int4, load_drafter, load_target, save_drafte
 from kdjax.checkpoint.layout import is_ignored
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
-from kdjax.model.experts import OutputMajor
 from kdjax.model.int4 import Int4, dequantize
-from kdjax.model.runtime import Runtime
+from kdjax.model.runtime import CPU_EXACT, Runtime
 from kdjax.reference import checkpoint as reference
 from tests.checkpoint.random_models import DRAFTER, TARGET, random_drafter, random_target
 
 EXACT = Runtime(compute_dtype="float32", cache_dtype="float32")
 BF16 = Runtime(compute_dtype="bfloat16", cache_dtype="bfloat16")
+EXPANDED = msgspec.structs.replace(BF16, expert_weights="dequantized")
 
 
 def assert_equal_trees(a, b):
@@ -33,12 +33,7 @@ def assert_equal_trees(a, b):
 
 
 def assert_equal_values(ours, theirs):
-    """The same weights under the same paths, whatever their width and memory layout."""
-    ours = jax.tree.map(
-        lambda x: x.array.swapaxes(0, 1) if isinstance(x, OutputMajor) else x,
-        ours,
-        is_leaf=lambda x: isinstance(x, OutputMajor),
-    )
+    """The same weights under the same paths, whatever their width."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float64), y)
@@ -130,9 +125,9 @@ def test_bfloat16_mode_keeps_the_router_bias_in_float32(saved):
 def test_experts_are_expanded_only_on_request(saved):
     expanded = msgspec.structs.replace(EXACT, expert_weights="dequantized")
     packed = load_target(saved, EXACT).params["layers"][2]["mlp"]["experts"]["down_proj"]["weight"]
-    plain = load_target(saved, expanded).params["layers"][2]["mlp"]["experts"]["down_proj"]["weight"].array
+    plain = load_target(saved, expanded).params["layers"][2]["mlp"]["experts"]["down_proj"]["weight"]
     assert packed.packed.dtype == jnp.uint32 and packed.columns == 32
-    np.testing.assert_array_equal(plain.swapaxes(0, 1), dequantize(packed, jnp.dtype(jnp.float32)))
+    np.testing.assert_array_equal(plain, dequantize(packed, jnp.dtype(jnp.float32)))
 
 
 @pytest.mark.parametrize("name", ["hf_k2_a", "hf_k2_b"])
@@ -349,10 +344,9 @@ def test_a_folder_without_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("experts_int4", [TARGET.experts_int4, None])
-@pytest.mark.parametrize("expert_weights", ["packed", "dequantized"])
-def test_loaded_params_are_what_the_models_declare(tmp_path, experts_int4, expert_weights):
+@pytest.mark.parametrize("runtime", [BF16, EXPANDED, CPU_EXACT], ids=["packed", "dequantized", "fused"])
+def test_loaded_params_are_what_the_models_declare(tmp_path, experts_int4, runtime):
     config = msgspec.structs.replace(TARGET, experts_int4=experts_int4)
-    runtime = msgspec.structs.replace(BF16, expert_weights=expert_weights)
     save_target(tmp_path / "target", config, random_target(config))
     save_drafter(tmp_path / "drafter", DRAFTER, random_drafter())
     target = load_target(tmp_path / "target", runtime)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from kdjax.checkpoint import Drafter, Target
@@ -15,6 +16,7 @@ from kdjax.config import DrafterConfig, ModelConfig
 from kdjax.decode import Completion, DFlash, Params, Request
 from kdjax.decode.state import DecodeState
 from kdjax.drafter import abstract_params as abstract_drafter
+from kdjax.drafter import arrange as arrange_drafter
 from kdjax.model import k2
 from kdjax.model.runtime import CPU_EXACT as RUNTIME
 
@@ -34,6 +36,7 @@ MODEL = ModelConfig(
     num_experts_per_tok=2,
     max_position_embeddings=256,
 )
+AS_STORED = msgspec.structs.replace(RUNTIME, layout="checkpoint")  # "fused" holds experts twice: not to be drawn twice
 BLOCK = 8
 MASK = 47
 DRAFTER = DrafterConfig(
@@ -69,12 +72,17 @@ def randomise(abstract: Any, seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, abstract)
 
 
+def stored_params(seed: int = 0) -> k2.Params:
+    """As a checkpoint has them, which is also as the reference takes them."""
+    return randomise(k2.abstract_params(MODEL, AS_STORED), seed)
+
+
 def target(seed: int = 0) -> Target:
-    return Target(MODEL, randomise(k2.abstract_params(MODEL, RUNTIME), seed))
+    return Target(MODEL, k2.arrange(stored_params(seed), MODEL, RUNTIME))
 
 
 def drafter(seed: int = 1) -> Drafter:
-    return Drafter(DRAFTER, randomise(abstract_drafter(DRAFTER, RUNTIME), seed))
+    return Drafter(DRAFTER, arrange_drafter(randomise(abstract_drafter(DRAFTER, AS_STORED), seed), RUNTIME))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,26 @@
 """Tree, chain and autoregressive decoding emit the same tokens, whatever the drafter, budget, stop, limit and batch."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
+from kdjax.checkpoint import Target
 from kdjax.decode import DecodeConfig, Decoder, Request
+from kdjax.model import k2
 from kdjax.reference import loop as reference
 from kdjax.reference.sampling import Sampling
-from tests.decode.models import BLOCK, MASK, MODEL, RUNTIME, Switched, drafter, perfect_table, target, text_of
+from tests.decode.models import (
+    BLOCK,
+    MASK,
+    MODEL,
+    RUNTIME,
+    Switched,
+    drafter,
+    perfect_table,
+    stored_params,
+    target,
+    text_of,
+)
 
 CASES = 100  # per temperature
 POSITIONS = 64
@@ -187,7 +198,7 @@ def test_tokens_do_not_depend_on_slot_or_neighbours(bench):
 def test_sampled_tokens_are_those_of_the_reference(mode):
     """All modes would agree as well on one shifted position, one seed for all, or one temperature."""
     model = target()
-    wide = reference.Target(MODEL, jax.tree.map(lambda a: np.asarray(a, np.float64), model.params))
+    wide = reference.Target(MODEL, jax.tree.map(lambda a: np.asarray(a, np.float64), stored_params()))
     filters = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
     config = DecodeConfig(mode=mode, budget=8, prefill_chunk=16, **filters)
     decoder = Decoder(model, drafter(), config, RUNTIME, slots=2, context=64)
@@ -202,10 +213,10 @@ def test_sampled_tokens_are_those_of_the_reference(mode):
 
 def test_mask_token_survives_in_prompt_and_output():
     """The drafter's mask id is an ordinary token for the target."""
-    model = target()
-    weight = np.array(model.params["lm_head"]["weight"])
+    params = stored_params()
+    weight = np.array(params["lm_head"]["weight"])
     weight[MASK] *= 3  # a large row wins often
-    model = dataclasses.replace(model, params=model.params | {"lm_head": {"weight": weight}})
+    model = Target(MODEL, k2.arrange(params | {"lm_head": {"weight": weight}}, MODEL, RUNTIME))
     request = Request(prompt_ids=(1, MASK, 2, MASK), max_new_tokens=20, seed=0)
     outputs = []
     for mode in ("autoregressive", "tree"):

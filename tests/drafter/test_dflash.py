@@ -11,7 +11,7 @@ import pytest
 from kdjax import drafter as dflash
 from kdjax.checkpoint import load_drafter, read_drafter_config
 from kdjax.drafter.attention import block_sees, context_sees
-from kdjax.model.runtime import Runtime
+from kdjax.model.runtime import CPU_EXACT, Runtime
 from tests import oracles, tolerances
 from tests.checkpoint.random_models import TARGET
 
@@ -30,8 +30,8 @@ def fitting_target(config):
     )
 
 
-def load(folder: pathlib.Path):
-    return load_drafter(folder, EXACT, fitting_target(read_drafter_config(folder)))
+def load(folder: pathlib.Path, runtime: Runtime):
+    return load_drafter(folder, runtime, fitting_target(read_drafter_config(folder)))
 
 
 context = jax.jit(dflash.context, static_argnames=("config", "runtime"))
@@ -53,9 +53,10 @@ def steps(case):
 
 
 @pytest.mark.parametrize("name", oracles.DFLASH)
-def test_drafts_and_context_equal_the_golden_vectors(oracle, name):
+@pytest.mark.parametrize("runtime", [EXACT, CPU_EXACT], ids=["checkpoint", "fused"])
+def test_drafts_and_context_equal_the_golden_vectors(oracle, name, runtime):
     case = oracle(name)
-    config, params = (d := load(case.checkpoint)).config, d.params
+    config, params = (d := load(case.checkpoint, runtime)).config, d.params
     lm_head = case.inputs["lm_head.weight"].astype(np.float32)
     cache = dflash.DraftCache.empty(config, SLOTS, 60, "float32")
     start = 0
@@ -64,12 +65,12 @@ def test_drafts_and_context_equal_the_golden_vectors(oracle, name):
         n = len(taps)
         positions = jnp.broadcast_to(jnp.arange(start, start + ROWS, dtype=jnp.int32)[None], (SLOTS, ROWS))
         padded = both_slots(taps, ROWS)
-        tolerances.DRAFTER.check(features(params, config, padded, EXACT)[1, :n], case.expected[f"s{s}.ctx"])
-        k, v = context(params, config, padded, positions, EXACT)
+        tolerances.DRAFTER.check(features(params, config, padded, runtime)[1, :n], case.expected[f"s{s}.ctx"])
+        k, v = context(params, config, padded, positions, runtime)
         cache = append(cache, k, v, jnp.full(SLOTS, start, jnp.int32), jnp.full(SLOTS, n, jnp.int32))
         start += n
         block = both_slots(case.inputs[f"s{s}.noise_embedding"], config.block_size)
-        hidden = draft(params, config, block, jnp.full(SLOTS, start, jnp.int32), cache, EXACT)[1]
+        hidden = draft(params, config, block, jnp.full(SLOTS, start, jnp.int32), cache, runtime)[1]
         tolerances.DRAFTER.check(hidden, case.expected[f"s{s}.hidden"][1:], f"step {s}")
         tolerances.DRAFTER.check(np.asarray(hidden) @ lm_head.T, case.expected[f"s{s}.logits"], f"step {s}")
     last = config.num_hidden_layers - 1

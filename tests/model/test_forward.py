@@ -11,7 +11,7 @@ import pytest
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
 from kdjax.model.cache import KVCache, commit
-from kdjax.model.runtime import Runtime
+from kdjax.model.runtime import CPU_EXACT, Runtime
 from tests.model.small import CONFIG, FLOAT32, forward, prefill, random_params
 from tests.tolerances import SAME_MODEL_FLOAT32
 
@@ -159,6 +159,41 @@ def test_absorbed_equals_materialised(channel_scale):
     SAME_MODEL_FLOAT32.check(hidden["absorbed"], hidden["materialised"])
 
 
+@pytest.mark.parametrize("shared", [0, 1, 2])
+def test_fused_layout_equals_the_checkpoint_layout(shared):
+    """A prompt and a tree take all experts at once, a single token one by one; rows of the cache are the same too."""
+    config = msgspec.structs.replace(CONFIG, n_shared_experts=shared, first_k_dense_replace=1)
+    params = random_params(config, FLOAT32)
+    fused = msgspec.structs.replace(FLOAT32, expert_weights="dequantized", layout="fused")
+    mask, depth = tree(PARENTS)
+    results = []
+    for runtime in (FLOAT32, fused):
+        p = k2.arrange(params, config, runtime)
+        cache, prompt = prefill(p, [PROMPT], config=config, runtime=runtime)
+        at = cache.lengths[:, None]
+        tokens = jnp.asarray([TREE_TOKENS], jnp.int32)
+        nodes = forward(p, tokens, at + depth[None, :], cache, mask[None], config=config, runtime=runtime)
+        one = forward(p, tokens[:, :1], at, cache, config=config, runtime=runtime)
+        results.append((prompt[:, : len(PROMPT)], nodes.hidden, one.hidden, *nodes.cache.latent))
+    for ours, theirs in zip(*results, strict=True):
+        SAME_MODEL_FLOAT32.check(ours, theirs)
+
+
+def test_fused_layout_has_the_declared_params():
+    fused = msgspec.structs.replace(FLOAT32, expert_weights="dequantized", layout="fused")
+    made = k2.arrange(PARAMS, CONFIG, fused)
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), made)
+    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), k2.abstract_params(CONFIG, fused))
+
+
+@pytest.mark.parametrize(
+    "field,value", [("compute_dtype", "bfloat16"), ("expert_weights", "packed"), ("mla", "materialised")]
+)
+def test_fused_layout_refuses_what_it_cannot_hold(field, value):
+    with pytest.raises(KdjaxError, match=f"layout='fused' needs {field}='.*', not '{value}'"):
+        Runtime(**(msgspec.structs.asdict(CPU_EXACT) | {field: value}))
+
+
 def test_bfloat16_runs_and_stays_close():
     bf16 = Runtime(compute_dtype="bfloat16", cache_dtype="bfloat16")
     params = jax.tree.map(lambda leaf, abstract: leaf.astype(abstract.dtype), PARAMS, k2.abstract_params(CONFIG, bf16))
@@ -177,7 +212,7 @@ def test_logits_are_float32_and_refuse_a_foreign_head():
         k2.logits(PARAMS, other, hidden, FLOAT32)
 
 
-@pytest.mark.parametrize("field", ["compute_dtype", "cache_dtype", "backend", "expert_weights", "mla"])
+@pytest.mark.parametrize("field", ["compute_dtype", "cache_dtype", "backend", "expert_weights", "layout", "mla"])
 def test_unknown_runtime_choice_is_named(field):
     with pytest.raises(KdjaxError, match=f"{field}='fast'"):
         Runtime(**({"compute_dtype": "float32", "cache_dtype": "float32"} | {field: "fast"}))

@@ -19,6 +19,7 @@ from tests.tolerances import TARGET_CACHE, TARGET_LOGITS, TARGET_RESIDUAL
 pytestmark = pytest.mark.newest
 
 PACKED = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="packed")
+DEQUANTIZED = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="dequantized")
 MATERIALISED = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="dequantized", mla="materialised")
 CHUNK, CAPACITY = 32, 256
 
@@ -52,7 +53,9 @@ def prefill(config, params, prompt, runtime):
     return np.concatenate(logits), np.concatenate(taps), cache
 
 
-@pytest.mark.parametrize("runtime", [CPU_EXACT, PACKED, MATERIALISED], ids=["dequantized", "packed", "materialised"])
+@pytest.mark.parametrize(
+    "runtime", [CPU_EXACT, DEQUANTIZED, PACKED, MATERIALISED], ids=["fused", "dequantized", "packed", "materialised"]
+)
 @pytest.mark.parametrize("case", ["hf_k2_a", "hf_k2_b"])
 def test_prompts_match_transformers(oracle, case, runtime):
     o = oracle(case)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.int4 import dequantize
-from pallas_kernels.int4_experts import BACKENDS, dense_experts, int4_experts, reference
+from pallas_kernels.int4_experts import BACKENDS, dense_experts, fused_experts, int4_experts, reference
 from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_FLOAT32, PACKED_MATMUL
 
 GROUP = 32
@@ -42,7 +42,12 @@ def run(x, indices, weights, quantised, form, backend):
         arrays = [a for pair in quantised for a in pair]
         return int4_experts(x, indices, weights, *arrays, group_size=GROUP, backend=backend)
     gate, up, down = (dense(pair, x.dtype) for pair in quantised)
-    return dense_experts(x, indices, weights, gate, up, jnp.swapaxes(down, 0, 1), backend=backend)
+    if form == "fused":
+        all_gate_up = jnp.concatenate([gate.reshape(-1, HIDDEN), up.reshape(-1, HIDDEN)]).T
+        all_down = jnp.swapaxes(down, 1, 2).reshape(-1, HIDDEN)
+        arrays = jnp.concatenate([gate, up], axis=1), down, all_gate_up, all_down
+        return fused_experts(x, indices, weights, *arrays, backend=backend)
+    return dense_experts(x, indices, weights, gate, up, down, backend=backend)
 
 
 def routing(rng, tokens, experts, top_k, pattern):
@@ -56,7 +61,7 @@ def routing(rng, tokens, experts, top_k, pattern):
     return jnp.asarray(indices, jnp.int32), jnp.asarray(weights)
 
 
-# experts / top_k below and above the ratio at which whole matmuls stop paying, token counts on both sides of each path
+# few and many experts per token, token counts on both sides of each path
 CASES = [
     (1, 16, 4, "random"),
     (3, 16, 4, "random"),
@@ -71,7 +76,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["int4", "dense"])
+@pytest.mark.parametrize("form", ["int4", "dense", "fused"])
 @pytest.mark.parametrize("tokens,experts,top_k,pattern", CASES)
 def test_matches_reference(backend, form, tokens, experts, top_k, pattern):
     rng = np.random.default_rng(tokens * 100 + experts)
@@ -83,7 +88,7 @@ def test_matches_reference(backend, form, tokens, experts, top_k, pattern):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["int4", "dense"])
+@pytest.mark.parametrize("form", ["int4", "dense", "fused"])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_bfloat16(backend, form, tokens):
     rng = np.random.default_rng(7)
@@ -119,9 +124,9 @@ def test_unsupported_requests_name_the_value():
         int4_experts(x, indices, weights, *arrays, group_size=48, backend="xla")
     gate, up, down = (dense(pair, F32) for pair in quantised)
     with pytest.raises(NotImplementedError, match="bfloat16"):
-        dense_experts(x.astype(jnp.bfloat16), indices, weights, gate, up, jnp.swapaxes(down, 0, 1), backend="xla")
+        dense_experts(x.astype(jnp.bfloat16), indices, weights, gate, up, down, backend="xla")
     with pytest.raises(NotImplementedError, match="backend='triton9'"):
-        dense_experts(x, indices, weights, gate, up, jnp.swapaxes(down, 0, 1), backend="triton9")
+        dense_experts(x, indices, weights, gate, up, down, backend="triton9")
 
 
 def test_dequantize_scale_edges(oracle):
