@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.status import Status
 
-from kdjax.cli import EXIT_INTERRUPTED, models, options, prompts
+from kdjax.cli import models, options, prompts
+from kdjax.cli.interrupt import EXIT_INTERRUPTED, Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.start import configure_jax
 from kdjax.config import GenerateConfig, dumps, load
+from kdjax.errors import KdjaxError
 from kdjax.run import RunFolder, provenance
 
 if TYPE_CHECKING:
@@ -27,25 +29,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; '-' reads stdin")
     parser.add_argument("--file", type=Path, action="append", default=[], help="a file to continue; may be repeated")
     options.add_config_arguments(parser)
+    defaults = GenerateConfig()
     for flags, key, text, note in (
         (("--model",), "model.target", True, "checkpoint folder of the target, or bundled:NAME"),
-        (("--drafter",), "model.drafter", True, "checkpoint folder of its drafter"),
+        (
+            ("--drafter",),
+            "model.drafter",
+            True,
+            "checkpoint folder of its drafter, or bundled:NAME; a bundled target has its own",
+        ),
         (("--mode",), "decode.mode", True, "tree, chain or autoregressive"),
         (("--budget",), "decode.budget", False, "tree nodes, root not counted"),
         (("-n", "--max-new-tokens"), "decode.max_new_tokens", False, "tokens per prompt at most"),
         (("--temperature",), "decode.temperature", False, "0 is greedy"),
         (("--seed",), "decode.seed", False, "seed of the sampling noise"),
     ):
+        section, name = key.split(".")
+        default = getattr(getattr(defaults, section), name)
+        shown = "" if default is None else f", default {default}"
         parser.add_argument(
-            *flags, action=options.shorthand(key, text=text), dest="overrides", metavar="VALUE", help=f"{note} ({key})"
+            *flags,
+            action=options.shorthand(key, text=text),
+            dest="overrides",
+            metavar="VALUE",
+            help=f"{note} ({key}{shown})",
         )
     parser.add_argument("--compare", action="store_true", help="also decode by chain and autoregressively")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     parser.add_argument("--out", type=Path, metavar="DIR", help="save config, provenance and metrics there")
 
 
-def run(args: argparse.Namespace) -> int:
-    config = load(GenerateConfig, args.config, args.overrides)
+def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
+    try:
+        config = load(GenerateConfig, args.config, args.overrides)
+    except KdjaxError as error:
+        raise KdjaxError(options.as_typed(str(error), args.typed)) from error
     if args.print_config:
         sys.stdout.write(dumps(config))
         return 0
@@ -65,12 +83,15 @@ def run(args: argparse.Namespace) -> int:
         from kdjax.cli.session import Session
 
         session = Session(config, target, drafter, texts)
+        if note := session.chain_note:
+            margin.print(note, soft_wrap=True)
         folder = RunFolder.create(args.out, config) if args.out else None
         if folder:
             checkpoints = {"target": target} | ({"drafter": drafter} if drafter else {})
             folder.write("provenance.json", provenance(checkpoints, config.runtime.backend))
         live = Live(texts, page, before=status.stop)
-        outcomes, interrupted = _decode(session, modes, live, status)
+        outcomes = _decode(session, modes, live, status, interrupt)
+    interrupted = interrupt.pressed
     return _report(session, live.texts, outcomes, folder, margin, interrupted=interrupted, as_json=args.json)
 
 
@@ -79,21 +100,21 @@ def _modes(chosen: str, *, compare: bool) -> list[str]:
     return [chosen, *others] if compare else [chosen]
 
 
-def _decode(session: Session, modes: list[str], live: Live, status: Status) -> tuple[dict[str, Outcome], bool]:
+def _decode(session: Session, modes: list[str], live: Live, status: Status, interrupt: Interrupt) -> dict[str, Outcome]:
     """The first mode is shown as it goes; the others run for the comparison, which a Ctrl-C gives up."""
     shown, *others = modes
-    outcome, interrupted = session.decode(shown, live)
-    if interrupted:
+    outcomes = {shown: session.decode(shown, live, interrupt)}
+    if interrupt.pressed:
         live.interrupt()
-        return {shown: outcome}, True
-    outcomes = {shown: outcome}
+        return outcomes
     for mode in others:
         status.update(f"comparing with mode {mode}")
         status.start()
-        outcomes[mode], interrupted = session.decode(mode, None)
-        if interrupted:
-            return {shown: outcome}, True
-    return outcomes, False
+        outcome = session.decode(mode, None, interrupt)
+        if interrupt.pressed:
+            return {shown: outcomes[shown]}
+        outcomes[mode] = outcome
+    return outcomes
 
 
 def _report(
@@ -108,14 +129,16 @@ def _report(
 ) -> int:
     from kdjax.cli import report
 
-    summary = report.as_json(texts, outcomes, session.backend)
+    summary = {**report.as_json(texts, outcomes, session.backend), "interrupted": interrupted}
     if folder:
         for mode, outcome in outcomes.items():
             for index, stream in enumerate(report.streams(outcome)):
                 folder.log({"mode": mode, "prompt": index, **stream})
-        folder.write("summary.json", {**summary, "interrupted": interrupted})
+        folder.write("summary.json", summary)
     if as_json:
         print(json.dumps(summary, ensure_ascii=False))
     else:
+        if margin.is_terminal:
+            margin.print(report.ending(next(iter(outcomes.values()))), style="dim")
         report.show(outcomes, session.backend, margin)
     return EXIT_INTERRUPTED if interrupted else 0

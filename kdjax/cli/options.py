@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(overrides=[])
+    parser.set_defaults(overrides=[], typed={})
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML config; absent keys take their defaults")
     parser.add_argument(
         "--set", action=Override, dest="overrides", metavar="KEY=VALUE", help="override one key, e.g. decode.budget=31"
@@ -24,7 +25,20 @@ class Override(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         value = json.dumps(values, ensure_ascii=False) if self.text else str(values)
-        namespace.overrides = [*namespace.overrides, self.prefix + value]
+        override = self.prefix + value
+        namespace.overrides = [*namespace.overrides, override]
+        if self.prefix:
+            namespace.typed = namespace.typed | {override: f"{option_string} {values}"}
+
+
+def as_typed(message: str, typed: dict[str, str]) -> str:
+    """An error about an override, said of the option that was typed for it."""
+    for override, option in typed.items():
+        said = "--set " + override.replace("\n", "\\n") + ": "
+        if message.startswith(said):
+            key = re.escape(override.partition("=")[0])
+            return f"{option}: " + re.sub(rf"^{key} = .*?: (?=expected|not one)", "", message.removeprefix(said))
+    return message
 
 
 def shorthand(key: str, *, text: bool = False) -> type[Override]:

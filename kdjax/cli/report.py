@@ -117,6 +117,17 @@ def streams(outcome: Outcome) -> list[dict[str, Any]]:
     ]
 
 
+def ending(outcome: Outcome) -> str:
+    """Why the texts ended where they do."""
+    words = {"length": "at the most new tokens (-n)", "stop": "at an end token", None: "by Ctrl-C"}
+    reasons = [c.finish_reason if c else None for c in outcome.completions]
+    if len(reasons) == 1:
+        tokens = f" after {len(outcome.token_ids[0])} tokens"
+        return f"stopped{tokens}, {words[reasons[0]]}"
+    counts = collections.Counter(reasons)
+    return "stopped: " + ", ".join(f"{count} of {len(reasons)} {words[reason]}" for reason, count in counts.items())
+
+
 def show(outcomes: Mapping[str, Outcome], backend: str, console: Console) -> None:
     """The table under the text. Colours only on a terminal, and not under NO_COLOR."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -130,6 +141,7 @@ def show(outcomes: Mapping[str, Outcome], backend: str, console: Console) -> Non
     columns = list(outcomes.values())
     shares = [o.statistics.acceptance_by_depth for o in columns]
     row("new tokens", [f"{sum(map(len, o.token_ids))}" for o in columns])
+    row("verify passes", [f"{o.statistics.rounds}" for o in columns])
     row("tau micro", [f"{o.statistics.tau:.2f}" for o in columns])
     row("tau macro", [f"{tau_macro([c.statistics for c in o.begun]):.2f}" for o in columns])
     for depth in range(max(map(len, shares))):

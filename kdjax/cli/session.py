@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.checkpoint import load_drafter, load_target
+from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.report import Outcome
 from kdjax.config import GenerateConfig
@@ -49,10 +50,20 @@ class Session:
             for text in prompts
         ]
 
-    def decode(self, mode: str, live: Live | None) -> tuple[Outcome, bool]:
-        """All prompts in one mode, shown on `live` as they grow; and whether Ctrl-C cut it short.
+    @property
+    def chain_note(self) -> str | None:
+        """What to tell where a chain was asked for with a budget that it cannot use."""
+        if self._decode.mode != "chain" or self._drafter is None:
+            return None
+        depth, budget = self._drafter.config.block_size - 1, self._decode.budget
+        if budget <= depth:
+            return None
+        return f"kdjax: a chain drafts at most block_size - 1 = {depth} tokens: the budget is {depth}, not {budget}"
 
-        What is interrupted keeps the tokens so far and has `finish_reason` None.
+    def decode(self, mode: str, live: Live | None, interrupt: Interrupt) -> Outcome:
+        """All prompts in one mode, shown on `live` as they grow.
+
+        What Ctrl-C cuts short keeps the tokens so far and has `finish_reason` None.
         """
         fields: dict[str, Any] = {name: getattr(self._decode, name) for name in DecodeConfig.__struct_fields__}
         fields["mode"] = mode
@@ -67,19 +78,15 @@ class Session:
         texts = [self._tokenizer.detokenizer() for _ in self._requests]
         so_far: dict[int, Completion] = {}
         slot_of: dict[int, int] = {}
-        interrupted = False
-        try:
-            for commit in decoder.stream(self._requests):
-                so_far[commit.request] = commit.so_far
-                slot_of[commit.request] = commit.slot
-                if live:
-                    live.write(commit.request, texts[commit.request].push(commit.token_ids))
-                    if commit.finish_reason:
-                        live.finish(commit.request)
-        except KeyboardInterrupt:
-            interrupted = True
+        for commit in interrupt.iterate(decoder.stream(self._requests)):
+            so_far[commit.request] = commit.so_far
+            slot_of[commit.request] = commit.slot
+            if live:
+                live.write(commit.request, texts[commit.request].push(commit.token_ids))
+                if commit.finish_reason:
+                    live.finish(commit.request)
         order = range(len(self._requests))
-        return Outcome([so_far.get(i) for i in order], [slot_of.get(i) for i in order]), interrupted
+        return Outcome([so_far.get(i) for i in order], [slot_of.get(i) for i in order])
 
     def _encode(self, text: str, config: GenerateConfig) -> list[int]:
         if not config.prompt.chat:

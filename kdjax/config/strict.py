@@ -30,7 +30,7 @@ def load(kind: type[Config], file: Path | None = None, overrides: Sequence[str] 
     Raises KdjaxError, one line naming the source, the key and its value, and what is valid, for: a missing or
     malformed file, an unknown key, a value of the wrong type or out of range.
     """
-    data = _read(file) if file else {}
+    data = _read(file, kind) if file else {}
     sources: dict[Key, str] = {}
     for text in overrides:
         key, value = _parse(text)
@@ -55,17 +55,25 @@ def closest(word: str, choices: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, kind: type[msgspec.Struct]) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        siblings = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
+        siblings = sorted(p.name for p in file.parent.glob("*.toml") if _looks_like(kind, p))
         hint = f": {closest(file.name, siblings)}" if siblings else ""
         raise KdjaxError(f"{file}: no such config file{hint}") from error
     except OSError as error:
         raise KdjaxError(f"{file}: cannot read the config file ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise KdjaxError(f"{file}: not valid TOML: {error}") from error
+
+
+def _looks_like(kind: type[msgspec.Struct], file: Path) -> bool:
+    try:
+        keys = tomllib.loads(file.read_text(encoding="utf-8")).keys()
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return False
+    return keys <= {field.encode_name for field in msgspec.structs.fields(kind)}
 
 
 def _parse(text: str) -> tuple[Key, Any]:

@@ -6,7 +6,10 @@ sum_j prod_{i<=j} r_i of those, itself included, so a tuple can be in the tree o
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -39,25 +42,14 @@ def candidates(depth: int, budget: int, top: int) -> Candidates:
     """
     if depth > MAX_DEPTH:
         raise KdjaxError(f"draft depth {depth} exceeds {MAX_DEPTH}: use a drafter with block_size <= {MAX_DEPTH + 1}")
-    ranks: list[tuple[int, ...]] = []
-    lineages: list[tuple[int, ...]] = []
-    # Depth-first with an explicit stack, children pushed last rank first: pre-order is the lexicographic order.
-    stack: list[tuple[tuple[int, ...], tuple[int, ...], int, int]] = [((), (), 1, 0)]
-    while stack:
-        prefix, lineage, product, total = stack.pop()
-        if prefix:
-            lineage = (*lineage, len(ranks))
-            ranks.append(prefix)
-            lineages.append(lineage)
-            if len(ranks) > MAX_CANDIDATES:
-                raise KdjaxError(
-                    f"tree budget {budget} at depth {depth} needs more than {MAX_CANDIDATES} candidates: lower it"
-                )
-        if len(prefix) < depth:
-            widest = min((budget - total) // product, top)
-            stack.extend(
-                ((*prefix, r), lineage, product * (r + 1), total + product * (r + 1)) for r in reversed(range(widest))
-            )
+    if not _fits(depth, budget, top):
+        largest = bisect.bisect_left(range(1, budget), True, key=lambda b: not _fits(depth, b, top))
+        raise KdjaxError(
+            f"tree budget {budget} at depth {depth} needs more than {MAX_CANDIDATES} candidates: "
+            f"lower it to at most {largest}"
+        )
+    tuples = list(_tuples(depth, budget, top))
+    ranks, lineages = [prefix for prefix, _ in tuples], [lineage for _, lineage in tuples]
     table = np.full((len(ranks), depth), -1, np.int32)
     ancestors = np.full((len(ranks), depth), -1, np.int32)
     for c, (prefix, lineage) in enumerate(zip(ranks, lineages, strict=True)):
@@ -68,3 +60,25 @@ def candidates(depth: int, budget: int, top: int) -> Candidates:
     for array in (table, depths, parents, ancestors):
         array.setflags(write=False)  # shared by every caller through the cache
     return Candidates(table, depths, parents, ancestors)
+
+
+def _tuples(depth: int, budget: int, top: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Rank tuples in lexicographic order, each with the numbers of its prefixes, itself last."""
+    # Depth-first with an explicit stack, children pushed last rank first: pre-order is the lexicographic order.
+    stack: list[tuple[tuple[int, ...], tuple[int, ...], int, int]] = [((), (), 1, 0)]
+    number = 0
+    while stack:
+        prefix, lineage, product, total = stack.pop()
+        if prefix:
+            lineage = (*lineage, number)
+            number += 1
+            yield prefix, lineage
+        if len(prefix) < depth:
+            widest = min((budget - total) // product, top)
+            stack.extend(
+                ((*prefix, r), lineage, product * (r + 1), total + product * (r + 1)) for r in reversed(range(widest))
+            )
+
+
+def _fits(depth: int, budget: int, top: int) -> bool:
+    return next(itertools.islice(_tuples(depth, budget, top), MAX_CANDIDATES, None), None) is None

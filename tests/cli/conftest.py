@@ -1,6 +1,7 @@
 """A tiny random model in the layout of the real ones: its text is noise, but every step around it is real."""
 
 import pathlib
+import signal
 
 import jax
 import msgspec
@@ -54,3 +55,11 @@ def cache(tmp_path_factory):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def foreground():
+    """SIGINT as a command in the foreground gets it: a shell starts background jobs with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -30,15 +30,17 @@ def refused(capsys):
     [
         ([], "the following arguments are required: VERB (see kdjax --help)"),
         (["generat", "x"], "invalid choice: 'generat'"),
-        (["generate", "--bugdet", "3", "x"], "unrecognized arguments: --bugdet"),
+        (["generate", "--bugdet", "3", "x"], "unrecognized arguments: --bugdet (see kdjax generate --help)"),
+        (["generate", "--budg", "3", "x"], "unrecognized arguments: --budg (see kdjax generate --help)"),
         (["generate", "x", "--set", "decode.bugdet=3"], "unknown key 'bugdet' in [decode]: did you mean budget?"),
         (["generate", "x", "--set", "decode.budget"], "expected KEY=VALUE"),
-        (["generate", "x", "--budget", "many"], "decode.budget = 'many': expected `int`, got `str`"),
-        (["generate", "x", "--budget", "-1"], "decode.budget = -1: expected `int` >= 0"),
-        (["generate", "x", "-n", "0"], "decode.max_new_tokens = 0: expected `int` >= 1"),
-        (["generate", "x", "-n", "-5"], "decode.max_new_tokens = -5: expected `int` >= 1"),
-        (["generate", "x", "--temperature", "nan"], "decode.temperature = nan: expected `float` >= 0"),
-        (["generate", "x", "--mode", "tre"], "decode.mode = 'tre': not one of its values: did you mean tree?"),
+        (["generate", "x", "--budget", "many"], "error: --budget many: expected `int`, got `str`"),
+        (["generate", "x", "--budget", "-1"], "error: --budget -1: expected `int` >= 0"),
+        (["generate", "x", "-n", "0"], "error: -n 0: expected `int` >= 1"),
+        (["generate", "x", "-n", "-5"], "error: -n -5: expected `int` >= 1"),
+        (["generate", "x", "--temperature", "nan"], "error: --temperature nan: expected `float` >= 0"),
+        (["generate", "x", "--mode", "tre"], "error: --mode tre: not one of its values: did you mean tree?"),
+        (["generate", "x", "--set", "decode.mode=tre"], "decode.mode = 'tre': not one of its values"),
         (["generate", "x", "--set", "runtime.backend=cuda"], "runtime.backend = 'cuda': not one of its values"),
         (["generate", "x", "--config", "nowhere/x.toml"], "nowhere/x.toml: no such config file"),
         (["generate", ""], "the prompt is empty: there is nothing to continue"),
@@ -104,6 +106,13 @@ def test_a_full_disk_is_no_defect():
         done = subprocess.run(argv, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr == "kdjax: error: the output: No space left on device: make room or give another place\n"
+
+
+def test_version_and_help_with_defaults(capsys):
+    for argv, said in ((["--version"], "kdjax "), (["generate", "--help"], "default bundled:nano")):
+        with pytest.raises(SystemExit) as left:
+            main(argv)
+        assert left.value.code == 0 and said in capsys.readouterr().out
 
 
 def test_print_config_shows_what_would_run(capsys):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_run_folder_is_complete(generate, tmp_path):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["mode"] for line in lines] == ["tree", "chain", "autoregressive"]
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["identical"] and not summary["interrupted"]
+    assert summary["identical"] and summary["interrupted"] is False
     assert "already holds a run" in generate("--out", str(folder), "x", status=2)[1]
 
 
@@ -90,7 +91,7 @@ def test_chat_renders_the_prompt_as_a_user_turn(generate):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--budget", "100000", "x"], "budget 100000"),
+        (["--budget", "100000", "x"], "candidates: lower it to at most "),
         (["def f(x): pass\n" * 1000], "the context holds 2048: shorten the prompt"),
         (["-n", "2048", "x"], "lower max_new_tokens to 2047"),
     ],
@@ -123,14 +124,33 @@ def test_nan_weights_are_a_one_line_error(generate, tiny, tmp_path):
     assert "NaN" in err and err.count("\n") == 1
 
 
-def test_ctrl_c_keeps_the_text_so_far(command):
-    with start(*command, "-n", "2000", "--mode", "autoregressive", "--set", "decode.rounds_per_call=1", "x") as process:
+def test_ctrl_c_keeps_the_text_so_far(command, foreground):
+    # By one token a call, to a pipe nobody reads: many seconds of text, or a full pipe, are left when the signal comes.
+    argv = ["-n", "2000", "--mode", "autoregressive", "--set", "decode.rounds_per_call=1", "x"]
+    with start(*command, *argv) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert first and out.endswith(b"\n")
     assert b"new tokens" in err and b"tok/s" in err and b"Traceback" not in err
+
+
+def test_ctrl_c_while_programs_are_compiled_leaves_at_once(command, foreground, tmp_path, monkeypatch):
+    monkeypatch.setenv("KDJAX_CACHE_DIR", str(tmp_path))
+    with start(*command, "--json", "x") as process:
+        while not any(tmp_path.glob("xla/*")):  # small programs of the load come first, the large ones take seconds
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (130, b"", b"interrupted\n")
+
+
+def test_a_chain_says_where_it_cannot_use_the_budget(generate):
+    assert "a chain drafts" not in generate("--mode", "chain", "--budget", "3", "x")[1]
+    assert ", not 99" in generate("--mode", "chain", "--budget", "99", "x")[1]
 
 
 def test_a_closed_pipe_ends_quietly(command):

@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from kdjax.cli import prompts, report
+from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.report import Outcome
 from kdjax.cli.start import cache_folder
@@ -67,6 +71,40 @@ def test_table_states_the_definition_and_has_no_colour_off_a_terminal():
     text = out.getvalue()
     assert "\x1b" not in text and "DIFFERENT" in text and "speed-up" in text
     assert "bonus included" in " ".join(text.split()) and "accepted at depth 3" in text
+    assert [line.split()[-2:] for line in text.splitlines() if "verify passes" in line] == [["3", "1"]]
+
+
+def test_why_a_text_ended():
+    assert report.ending(Outcome([A], [0])) == "stopped after 6 tokens, at the most new tokens (-n)"
+    ended = "stopped: 1 of 3 at the most new tokens (-n), 1 of 3 at an end token, 1 of 3 by Ctrl-C"
+    assert report.ending(Outcome([A, B, None], [0, 1, None])) == ended
+
+
+def test_ctrl_c_ends_the_iteration_and_not_the_thread_inside_it(foreground):
+    kept, release = threading.Event(), threading.Event()
+    items = []
+
+    def source():
+        yield 1
+        kept.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)  # handled in the main thread, which waits for the next item
+        release.wait(60)
+        yield 2
+
+    with Interrupt().handled() as interrupt:
+        for item in interrupt.iterate(source()):
+            items.append(item)
+            kept.set()
+        assert items == [1] and interrupt.pressed and interrupt.abandoned
+        release.set()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_iteration_without_ctrl_c_is_complete_and_raises_what_its_source_raises():
+    interrupt = Interrupt()
+    assert list(interrupt.iterate(iter("abc"))) == ["a", "b", "c"] and not interrupt.abandoned
+    with pytest.raises(ZeroDivisionError):
+        list(interrupt.iterate(1 // n for n in (1, 0)))
 
 
 def test_one_stream_is_shown_as_it_grows():

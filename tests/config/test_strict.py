@@ -107,6 +107,8 @@ def test_file_and_override_are_told_apart(toml):
 
 
 def test_missing_file_names_the_nearest(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[project]")
+    assert refused(file=tmp_path / "gredy.toml").endswith("no such config file")
     (tmp_path / "greedy.toml").touch()
     assert "no such config file: did you mean greedy.toml?" in refused(file=tmp_path / "gredy.toml")
     assert "cannot read the config file" in refused(file=tmp_path)
