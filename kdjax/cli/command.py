@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Version(argparse.Action):
-    def __call__(self, parser, *_) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata  # slow
 
         try:

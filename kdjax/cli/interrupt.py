@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 EXIT_INTERRUPTED = 130
@@ -53,7 +53,7 @@ class Interrupt:
 
         An item, from the first one on, is worth keeping.
         """
-        arrivals: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        arrivals: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
         def work() -> None:
             try:

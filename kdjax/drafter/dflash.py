@@ -38,6 +38,8 @@ def rotate(x: Float[Array, "slots n heads head_dim"], cos_sin: CosSin) -> Float[
 class Attention(nnx.Module):
     """Attention of one layer, but for the projections around it, which differ in how a layout holds them."""
 
+    o_proj: Linear | InputMajorLinear
+
     def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype):
         c = config
         self.head_dim = c.head_dim

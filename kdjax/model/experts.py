@@ -60,14 +60,15 @@ class Experts(nnx.Module):
         indices: Int32[Array, "tokens top_k"],
         weights: Float32[Array, "tokens top_k"],
     ) -> Float[Array, "tokens hidden"]:
-        gate, up, down = (m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj))
-        packed = [m for m in (gate, up, down) if isinstance(m, Int4)]
+        matrices = [m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj)]
+        packed = [m for m in matrices if isinstance(m, Int4)]
         if len(packed) == 3 and len({m.group_size for m in packed}) == 1:
             arrays = [a for m in packed for a in (m.packed, m.scale)]
             group_size = packed[0].group_size
             return int4_experts(x, indices, weights, *arrays, group_size=group_size, backend=self.runtime.backend)
         if packed:
             raise KdjaxError("gate_proj, up_proj and down_proj of the experts differ in format: quantise all or none")
+        gate, up, down = (m for m in matrices if not isinstance(m, Int4))
         return dense_experts(x, indices, weights, gate, up, down, backend=self.runtime.backend)
 
 
