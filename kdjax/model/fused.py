@@ -3,8 +3,8 @@
 There a matmul of a few rows costs tens of microseconds before it computes anything, and a transposed weight is
 repacked in every call. So, once, at load: matrices that read the same input are put side by side and stored
 [in, out]; W_UK is multiplied into q_b_proj and W_UV into o_proj, which pays while kv_lora_rank is about as small as a
-head; shared experts join the routed ones with weight 1. Experts are held twice: expert by expert, for a token or two
-that read few of them, and all as one matrix, for a tree or a prompt.
+head; shared experts join the routed ones with weight 1. Gate and up of the experts are held twice: expert by expert,
+for a token or two that read few of them, and all as one matrix, for a tree or a prompt.
 
 Rounding differs from that of the checkpoint layout by a float32 unit or so per product; cache rows are the same.
 """
@@ -87,9 +87,8 @@ class FusedExperts(nnx.Module):
         n = config.n_routed_experts + config.n_shared_experts
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_up = nnx.Param(jnp.zeros((n, 2 * inner, hidden), dtype))
-        self.down = nnx.Param(jnp.zeros((n, hidden, inner), dtype))
         self.all_gate_up = nnx.Param(jnp.zeros((hidden, 2 * n * inner), dtype))
-        self.all_down = nnx.Param(jnp.zeros((n * inner, hidden), dtype))
+        self.down = nnx.Param(jnp.zeros((n, inner, hidden), dtype))
 
 
 class FusedMoE(nnx.Module):
@@ -110,7 +109,7 @@ class FusedMoE(nnx.Module):
             tokens,
             jnp.concatenate([indices, shared], axis=1),
             jnp.concatenate([weights, jnp.ones(shape, jnp.float32)], axis=1),
-            *(w.get_value() for w in (experts.gate_up, experts.down, experts.all_gate_up, experts.all_down)),
+            *(w.get_value() for w in (experts.gate_up, experts.all_gate_up, experts.down)),
             backend=self.runtime.backend,
         )
         return y.reshape(x.shape)
@@ -179,8 +178,7 @@ def _fuse_moe(moe: Params, c: ModelConfig) -> Params:
         "gate": moe["gate"],
         "experts": {
             "gate_up": jnp.asarray(np.concatenate([gate, up], axis=1)),
-            "down": jnp.asarray(down),
             "all_gate_up": input_major(gate.reshape(-1, hidden), up.reshape(-1, hidden))["weight"],
-            "all_down": jnp.asarray(np.ascontiguousarray(np.moveaxis(down, 1, 2)).reshape(-1, hidden)),
+            "down": jnp.asarray(np.ascontiguousarray(np.moveaxis(down, 1, 2))),
         },
     }

@@ -70,26 +70,25 @@ def fused_experts(
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     gate_up: Float[Array, "experts gate_and_up hidden"],
-    down: Float[Array, "experts hidden inner"],
     all_gate_up: Float[Array, "hidden all_gates_and_ups"],
-    all_down: Float[Array, "all_inner hidden"],
+    down: Float[Array, "experts inner hidden"],
     *,
     backend: str,
 ) -> Float[Array, "tokens hidden"]:
-    """`dense_experts` for few small experts, whose weights are held twice.
+    """`dense_experts` for few small experts, whose gate and up are held twice.
 
     `gate_up` has the rows of gate, then those of up; `all_gate_up` has the columns of every expert's gate, then those
-    of every expert's up; `all_down` is every expert's down, transposed.
+    of every expert's up; `down` is transposed, so that all experts together are one [experts * inner, hidden] matrix.
 
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
     """
     _check_backend("fused_experts", backend)
-    if {gate_up.dtype, down.dtype, all_gate_up.dtype, all_down.dtype} != {x.dtype}:
+    if {gate_up.dtype, all_gate_up.dtype, down.dtype} != {x.dtype}:
         raise NotImplementedError(
-            f"fused_experts: {x.dtype=} with {gate_up.dtype=}, {down.dtype=}, {all_gate_up.dtype=}, {all_down.dtype=}"
+            f"fused_experts: {x.dtype=} with {gate_up.dtype=}, {all_gate_up.dtype=}, {down.dtype=}"
         )
-    return xla.fused_experts(x, indices, weights, gate_up, down, all_gate_up, all_down)
+    return xla.fused_experts(x, indices, weights, gate_up, all_gate_up, down)
 
 
 def _check_backend(op: str, backend: str) -> None:

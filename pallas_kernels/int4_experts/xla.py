@@ -1,17 +1,9 @@
 """Plain-JAX experts.
 
-Three ways, chosen by static shapes. Microseconds per layer on 2 CPU cores, 16 experts of 256 x 64, top-4, float32:
-
-| tokens | assignments one by one | all experts as whole matmuls | blocks of grouped tokens |
-|---|---|---|---|
-| 1 | 25 | 90 | 51 |
-| 4 | 100 | 200 | 250 |
-| 16 | 280 | 290 | 620 |
-| 256 | - | 2560 | 2220 |
-
-One by one reads only the weights it needs, and the slice of a matrix fuses into its matrix-vector product. Whole
-matmuls waste experts / top_k of the arithmetic but are large, so they win while that ratio is small and nearly every
-expert is in use anyway. With hundreds of experts, or where weights must be unpacked first, tokens are grouped.
+One token or so takes its experts one by one: only the weights it needs are read, and the slice of a matrix fuses into
+its matrix-vector product. More tokens are grouped by expert, or, with few small experts held in the fused form, take
+all experts in two matmuls: that wastes experts / top_k of the arithmetic, but each of many small matmuls would cost
+more, and nearly every expert is in use anyway.
 """
 
 from __future__ import annotations
@@ -54,15 +46,15 @@ def fused_experts(
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     gate_up: Float[Array, "experts gate_and_up hidden"],
-    down: Float[Array, "experts hidden inner"],
     all_gate_up: Float[Array, "hidden all_gates_and_ups"],
-    all_down: Float[Array, "all_inner hidden"],
+    down: Float[Array, "experts inner hidden"],
 ) -> Float[Array, "tokens hidden"]:
     if indices.size > ONE_BY_ONE:
-        return _whole(x, indices, weights, gate_up.shape[0], all_gate_up, all_down)
+        return _whole(x, indices, weights, all_gate_up, down)
 
     def matrices(e: Int32[Array, ""]) -> tuple[Array, Array]:
-        return lax.dynamic_index_in_dim(gate_up, e, keepdims=False), lax.dynamic_index_in_dim(down, e, keepdims=False)
+        gate_up_e, down_e = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
+        return gate_up_e, down_e.T
 
     return _one_by_one(x, indices, weights, matrices)
 
@@ -120,16 +112,17 @@ def _whole(
     x: Float[Array, "tokens hidden"],
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    experts: int,
     gate_up: Float[Array, "hidden all_gates_and_ups"],
-    down: Float[Array, "all_inner hidden"],
+    down: Float[Array, "experts inner hidden"],
 ) -> Float[Array, "tokens hidden"]:
     """The routing weights scale the inner activations, so that `down` sums over experts in the same matmul."""
+    experts, inner, hidden = down.shape
     one_hot = indices[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
     routed = jnp.sum(jnp.where(one_hot, weights[:, :, None].astype(jnp.float32), 0.0), axis=1)
     g, u = jnp.split(matmul(x, gate_up), 2, axis=1)
-    a = (jax.nn.silu(g) * u).reshape(len(x), experts, -1).astype(jnp.float32) * routed[:, :, None]
-    return matmul(a.reshape(len(x), -1).astype(x.dtype), down)
+    a = (jax.nn.silu(g) * u).reshape(-1, experts, inner).astype(jnp.float32) * routed[:, :, None]
+    a = a.reshape(-1, experts * inner).astype(x.dtype)
+    return matmul(a, down.reshape(experts * inner, hidden))
 
 
 def _grouped(

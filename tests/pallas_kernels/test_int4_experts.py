@@ -44,8 +44,7 @@ def run(x, indices, weights, quantised, form, backend):
     gate, up, down = (dense(pair, x.dtype) for pair in quantised)
     if form == "fused":
         all_gate_up = jnp.concatenate([gate.reshape(-1, HIDDEN), up.reshape(-1, HIDDEN)]).T
-        all_down = jnp.swapaxes(down, 1, 2).reshape(-1, HIDDEN)
-        arrays = jnp.concatenate([gate, up], axis=1), down, all_gate_up, all_down
+        arrays = jnp.concatenate([gate, up], axis=1), all_gate_up, jnp.swapaxes(down, 1, 2)
         return fused_experts(x, indices, weights, *arrays, backend=backend)
     return dense_experts(x, indices, weights, gate, up, down, backend=backend)
 
