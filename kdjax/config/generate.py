@@ -48,7 +48,7 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
-    backend: Literal["xla"] = "xla"
+    backend: Literal["xla", "triton", "interpret"] = "xla"
     expert_weights: Literal["packed", "dequantized"] = "dequantized"
     layout: Literal["fused", "checkpoint"] = "fused"
     compilation_cache: bool = True

@@ -12,7 +12,7 @@ import pallas_kernels.numerics
 from kdjax.errors import KdjaxError
 
 Dtype = Literal["float32", "bfloat16"]
-Backend = Literal["xla"]
+Backend = Literal["xla", "triton", "interpret"]
 ExpertWeights = Literal["packed", "dequantized"]
 Mla = Literal["absorbed", "materialised"]
 Layout = Literal["checkpoint", "fused"]
@@ -25,7 +25,8 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         compute_dtype: dtype of activations and of unquantised weights. float32 is the exactness mode: bf16 weights are
             widened once, at load, and matmuls run in full float32.
         cache_dtype: dtype of KV cache rows.
-        backend: implementation of the ops of `pallas_kernels`.
+        backend: implementation of the ops of `pallas_kernels`: "xla" anywhere, "triton" on NVIDIA GPUs, "interpret" the
+            kernels of "triton" emulated, for tests.
         expert_weights: "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them to
             `compute_dtype` once, at load (8 times the memory in float32).
         layout: "checkpoint" keeps every matrix as it is stored. "fused" prepares them once, at load, for small models

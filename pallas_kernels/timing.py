@@ -1,0 +1,107 @@
+"""Times of whole ops on one device, the read ceiling to judge them by, and result files that grow row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds per call of an op, over the repetitions of one measurement."""
+
+    median_us: float
+    min_us: float
+
+
+def several_calls(op: Callable[..., Any]) -> Callable[..., Any]:
+    """`f(shared, inputs)`: op(*shared, *one) for each of `inputs`, in one compiled program.
+
+    Many calls with inputs of their own amortise the launch of the program, replay as one command buffer, and keep
+    weights that differ between the inputs from staying in the L2 cache.
+    """
+    one_call = jax.jit(op)  # traced and lowered once, however many inputs there are
+
+    @jax.jit
+    def f(shared: Sequence[Any], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        return [one_call(*shared, *one) for one in inputs]
+
+    return f
+
+
+def measure(
+    program: Callable[..., Any],
+    shared: Sequence[Any],
+    inputs: Sequence[Sequence[Any]],
+    *,
+    repetitions: int = 12,
+    min_ops: int = 96,
+) -> Timing:
+    """Time of one op within `program`, which is `several_calls(op)`, compiled or not.
+
+    A repetition runs the program until at least `min_ops` ops are done and waits once, at its end.
+    """
+    jax.block_until_ready(program(shared, inputs))
+    launches = -(-min_ops // len(inputs))
+    times = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        for _ in range(launches):
+            out = program(shared, inputs)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / (launches * len(inputs)))
+    return Timing(statistics.median(times) * 1e6, min(times) * 1e6)
+
+
+def time_op(op: Callable[..., Any], shared: Sequence[Any], inputs: Sequence[Sequence[Any]], **options: Any) -> Timing:
+    """Compile and `measure` op(*shared, *one) over `inputs`, a sequence of argument tuples."""
+    return measure(several_calls(op), shared, inputs, **options)
+
+
+@functools.cache
+def read_ceiling(n_bytes: int = 2**31) -> float:
+    """GB/s at which this device reads: the best of several maxima over `n_bytes` of int16, a multiple of 2 MiB."""
+    words = jax.jit(lambda: jax.random.bits(jax.random.key(1), (n_bytes // 2,), jnp.uint16).view(jnp.int16))()
+    timing = time_op(lambda a: jnp.max(a.reshape(-1, 2**20), axis=1), (), [(words,)], repetitions=8, min_ops=2)
+    return n_bytes / timing.min_us / 1e3
+
+
+@functools.cache
+def matmul_peak(n: int = 8192) -> float:
+    """TFLOP/s of a square bf16 matmul of size `n`."""
+    keys = jax.random.split(jax.random.key(2))
+    a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in keys)
+    timing = time_op(jnp.matmul, (), [(a, b)], repetitions=8, min_ops=4)
+    return 2 * n**3 / timing.min_us / 1e6
+
+
+def device_facts() -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    device = jax.devices()[0]
+    version = getattr(device.client, "platform_version", "").splitlines()
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "platform_version": version[0] if version else "",
+        "jax": jax.__version__,
+    }
+
+
+def write_rows(path: str | Path, rows: Sequence[dict[str, Any]], **header: Any) -> None:
+    """`{**header, "rows": rows}` as JSON, one line per row. Called after every row, so that a cut run keeps its rows."""
+    head = json.dumps(header, indent=1)[:-2] + "," if header else "{"
+    body = ",\n".join("  " + json.dumps(row) for row in rows)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(target.suffix + ".part")
+    part.write_text(f'{head}\n "rows": [\n{body}\n ]\n}}\n', encoding="utf-8")
+    part.replace(target)

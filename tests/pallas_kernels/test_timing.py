@@ -1,0 +1,43 @@
+"""The harness that every benchmark uses, at sizes that a CPU runs."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import timing
+
+
+def test_every_input_is_computed_once_per_program():
+    w = jnp.arange(6.0).reshape(2, 3)
+    inputs = [(jnp.full((2,), float(i)),) for i in range(4)]
+    outs = timing.several_calls(lambda w, x: x @ w)((w,), inputs)
+    np.testing.assert_array_equal(jnp.stack(outs), jnp.stack([x @ w for (x,) in inputs]))
+
+
+def test_time_is_per_op_not_per_program():
+    n = 256
+    op, shared = lambda a, b: jnp.dot(a, b), (jnp.ones((n, n)),)
+    one = timing.time_op(op, shared, [(jnp.ones((n, n)),)], repetitions=5, min_ops=1)
+    sixteen = timing.time_op(op, shared, [(jnp.full((n, n), float(i)),) for i in range(16)], repetitions=5, min_ops=1)
+    assert 0 < one.min_us <= one.median_us
+    assert sixteen.median_us < 8 * one.median_us
+
+
+def test_ceilings_are_positive_rates():
+    assert timing.read_ceiling(2**22) > 0
+    assert timing.matmul_peak(64) > 0
+
+
+def test_rows_can_be_read_after_every_write(tmp_path):
+    path = tmp_path / "new" / "op.json"
+    rows = []
+    for i in range(3):
+        rows.append({"us": float(i)})
+        timing.write_rows(path, rows, **timing.device_facts())
+        assert json.loads(path.read_text())["rows"] == rows
+    assert json.loads(path.read_text())["platform"] == "cpu"
+    timing.write_rows(path, rows)
+    assert json.loads(path.read_text()) == {"rows": rows}
