@@ -6,10 +6,11 @@ import dataclasses
 import pathlib
 
 from kdjax import drafter as dflash
-from kdjax.checkpoint.files import TensorFolder, sha256, write_folder
+from kdjax.checkpoint.files import TensorFolder, sha256
 from kdjax.checkpoint.hf_config import read_drafter_config, write_drafter_config
 from kdjax.checkpoint.layout import drafter_leaves
 from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_params
+from kdjax.checkpoint.writer import by_size, write_folder
 from kdjax.config import DrafterConfig, ModelConfig, ModelPair
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
@@ -48,5 +49,5 @@ def save_drafter(
         KdjaxError: params do not fit the config, or the folder already holds weights.
     """
     leaves = list(drafter_leaves(config))
-    write_folder(path, expected_tensors(leaves), ParamReader(params, leaves).read, max_shard_bytes)
+    write_folder(path, by_size(expected_tensors(leaves), max_shard_bytes), ParamReader(params, leaves).jobs())
     write_drafter_config(path, config)

@@ -1,23 +1,19 @@
-"""A folder of safetensors files as one mapping from tensor name to array, and the writer of such folders."""
+"""A folder of safetensors files as one mapping from tensor name to array."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors needs
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from kdjax.checkpoint.layout import Stored
+from kdjax.checkpoint.writer import INDEX, SINGLE
 from kdjax.errors import KdjaxError
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def _shards(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | None]:
@@ -125,47 +121,6 @@ class TensorFolder:
 
 def _some(names: list[str], limit: int = 6) -> str:
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
-
-
-def write_folder(
-    folder: str | pathlib.Path,
-    expected: dict[str, Stored],
-    read: Callable[[str], np.ndarray],
-    max_shard_bytes: int | None,
-) -> None:
-    """Write all `expected` tensors, in that order, `read` one at a time; one shard is in memory at once.
-
-    One `model.safetensors` if everything fits in `max_shard_bytes` (None: no limit), else numbered shards and an
-    index as Hugging Face writes them.
-
-    Raises:
-        KdjaxError: the folder already holds weights, which the new ones would mix with.
-    """
-    folder = pathlib.Path(folder)
-    if stale := sorted(path.name for path in folder.glob("*.safetensors*")):
-        raise KdjaxError(f"{folder} already holds weights ({_some(stale)}): give an empty folder or remove them")
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, stored in expected.items():
-        if shards[-1] and max_shard_bytes is not None and filled + stored.nbytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += stored.nbytes
-    # Kimi's own naming: five digits for the shard, six for the total.
-    files = [f"model-{i:05d}-of-{len(shards):06d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = [SINGLE]
-    for file, names in zip(files, shards, strict=True):
-        # transformers refuses files without this metadata.
-        save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(stored.nbytes for stored in expected.values())},
-            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def sha256(folder: str | pathlib.Path) -> str:

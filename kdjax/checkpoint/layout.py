@@ -10,8 +10,20 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import ml_dtypes
+import numpy as np
+
 from kdjax.config import DrafterConfig, Int4Config, ModelConfig
 from kdjax.errors import KdjaxError
+
+DTYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
 
 
 class Stored(NamedTuple):
@@ -22,7 +34,7 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * {"BF16": 2, "F32": 4, "I32": 4}[self.dtypes[0]]
+        return math.prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
 
 
 class Leaf(NamedTuple):

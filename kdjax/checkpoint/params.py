@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -141,6 +141,11 @@ class ParamReader:
         }
         # One stack of experts at a time on the host, however many tensors it is written as.
         self._on_host = functools.lru_cache(maxsize=1)(lambda path: jax.device_get(jax.tree.leaves(self._flat[path])))
+
+    def jobs(self) -> Iterator[Callable[[], list[tuple[str, np.ndarray]]]]:
+        """What `write_folder` takes: one job per tensor."""
+        for name in self._where:
+            yield lambda name=name: [(name, self.read(name))]
 
     def read(self, name: str) -> np.ndarray:
         leaf, i = self._where[name]

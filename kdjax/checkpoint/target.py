@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from kdjax.checkpoint.files import TensorFolder, write_folder
+from kdjax.checkpoint.files import TensorFolder
 from kdjax.checkpoint.hf_config import Quantization, read_model_config, read_quantization, write_model_config
 from kdjax.checkpoint.layout import Leaf, is_ignored, target_leaves
 from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_params
+from kdjax.checkpoint.writer import by_size, write_folder
 from kdjax.config import Int4Config, ModelConfig
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
@@ -83,5 +84,5 @@ def save_target(
     prefix = WRAPPER_PREFIX if wrapper else ""
     leaves = list(target_leaves(config, lambda module: config.experts_int4))
     reader = ParamReader(params, leaves, prefix)
-    write_folder(path, expected_tensors(leaves, prefix), reader.read, max_shard_bytes)
+    write_folder(path, by_size(expected_tensors(leaves, prefix), max_shard_bytes), reader.jobs())
     write_model_config(path, config, wrapper=wrapper)
