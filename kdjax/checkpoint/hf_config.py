@@ -339,10 +339,42 @@ def _write_json(file: pathlib.Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def write_model_config(folder: str | pathlib.Path, config: ModelConfig, *, wrapper: bool = False) -> None:
+def quantization_json(int4: Int4Config, ignore: tuple[str, ...] = IGNORE) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint whose `Linear` modules are INT4 but for those that `ignore` matches."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": list(ignore),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "input_activations": None,
+                "output_activations": None,
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": int4.group_size,
+                    "dynamic": False,
+                    "actorder": None,
+                    "observer": "minmax",
+                    "block_structure": None,
+                },
+            }
+        },
+    }
+
+
+def write_model_config(
+    folder: str | pathlib.Path, config: ModelConfig, *, wrapper: bool = False, ignore: tuple[str, ...] = IGNORE
+) -> None:
     """Write `config.json` and `generation_config.json` so that `read_model_config` returns `config`.
 
     A bare `kimi_k2` text config, or with `wrapper` K2.6's `kimi_k25` object around it (without `vision_config`).
+    `ignore` is `quantization_config.ignore`.
 
     Raises:
         KdjaxError: `latent_norm_eps` is not the class default, for which config.json has no key.
@@ -370,31 +402,7 @@ def write_model_config(folder: str | pathlib.Path, config: ModelConfig, *, wrapp
         **TARGET_ASSUMES,
     }
     if config.experts_int4 is not None:
-        text["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "kv_cache_scheme": None,
-            "ignore": list(IGNORE),
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "input_activations": None,
-                    "output_activations": None,
-                    "weights": {
-                        "num_bits": 4,
-                        "type": "int",
-                        "symmetric": True,
-                        "strategy": "group",
-                        "group_size": config.experts_int4.group_size,
-                        "dynamic": False,
-                        "actorder": None,
-                        "observer": "minmax",
-                        "block_structure": None,
-                    },
-                }
-            },
-        }
+        text["quantization_config"] = quantization_json(config.experts_int4, ignore)
     if wrapper:
         text = {
             "architectures": ["KimiK25ForConditionalGeneration"],

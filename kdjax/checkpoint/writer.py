@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -21,6 +22,8 @@ SINGLE = "model.safetensors"
 
 Shard = dict[str, Stored]
 Job = Callable[[], Iterable[tuple[str, np.ndarray]]]
+Progress = Callable[[int, int], None]
+"""Told the bytes done and the bytes in all."""
 
 
 def by_size(tensors: dict[str, Stored], max_shard_bytes: int | None) -> list[Shard]:
@@ -108,12 +111,12 @@ def write_folder(
     jobs: Iterable[Job],
     *,
     workers: int = 1,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `shards` as Hugging Face does: one `model.safetensors`, or numbered files and an index, which comes last.
 
     Each job makes some of the tensors; `workers` jobs run at once, and no more tensors than theirs are in memory.
-    `progress` is told the bytes written since the last call. What an error leaves unfinished is removed.
+    What an error leaves unfinished is removed.
 
     Raises:
         KdjaxError: the folder already holds weights, which the new ones would mix with, or its disk lacks room.
@@ -147,14 +150,15 @@ def write_folder(
                 nbytes += value.nbytes
             return nbytes
 
+        done = 0
         with ThreadPoolExecutor(workers) as pool:
             running: collections.deque[Future[int]] = collections.deque()
-            for job in jobs:
-                if len(running) == workers:
-                    progress(running.popleft().result())
-                running.append(pool.submit(work, job))
-            for future in running:
-                progress(future.result())
+            for job in itertools.chain(jobs, [None] * workers):  # what still runs ends in the place of later jobs
+                if running and (job is None or len(running) == workers):
+                    done += running.popleft().result()
+                    progress(done, total)
+                if job:
+                    running.append(pool.submit(work, job))
         for file in files:
             file.finish()
     except BaseException:

@@ -12,7 +12,11 @@ from typing import NoReturn
 from kdjax.cli.interrupt import Interrupt
 from kdjax.errors import KdjaxError
 
-VERBS = {"generate": "continue prompts with speculative decoding"}
+VERBS = {
+    "generate": "continue prompts with speculative decoding",
+    "quantize": "make an INT4 checkpoint of a bf16 one",
+    "synth": "write a checkpoint of random weights at any scale",
+}
 
 EXIT_ERROR, EXIT_BUG, EXIT_BROKEN_PIPE = 2, 70, 141
 

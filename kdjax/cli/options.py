@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -44,3 +45,14 @@ def as_typed(message: str, typed: dict[str, str]) -> str:
 def shorthand(key: str, *, text: bool = False) -> type[Override]:
     """An option that is short for `--set key=VALUE`; `text` values are never read as TOML."""
     return type("Shorthand", (Override,), {"prefix": f"{key}=", "text": text})
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """The `type` of an argument that is an integer of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        if not (text.isdecimal() and int(text) >= minimum):
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}, not {text!r}")
+        return int(text)
+
+    return parse

@@ -51,8 +51,11 @@ def test_jobs_of_several_shards_run_in_threads_and_are_bounded(tmp_path):
 
     shards = by_size(TENSORS, 60)
     assert len(shards) == 3
-    write_folder(tmp_path, shards, [lambda n=n: job(n) for n in ARRAYS], workers=2, progress=told.append)
-    assert sum(told) == sum(value.nbytes for value in ARRAYS.values()) and most <= 2
+    write_folder(
+        tmp_path, shards, [lambda n=n: job(n) for n in ARRAYS], workers=2, progress=lambda *of: told.append(of)
+    )
+    total = sum(value.nbytes for value in ARRAYS.values())
+    assert told == sorted(told) and len(told) == 5 and told[-1] == (total, total) and most <= 2
     read = {}
     for file in tmp_path.glob("model-*-of-000003.safetensors"):
         read |= load_file(file)

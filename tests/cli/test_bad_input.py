@@ -128,6 +128,8 @@ def test_help_and_bad_input_do_not_import_jax():
     for argv in (
         ["--help"],
         ["generate", "--help"],
+        ["synth", "--help"],
+        ["quantize", "--help"],
         ["generate", "x", "--budget", "-1"],
         ["generate", "--print-config"],
     ):
