@@ -6,12 +6,45 @@ Keys are whole cache rows (latent and rotary part), values are their latent part
 
 from __future__ import annotations
 
-from jaxtyping import Array, Bool, Float, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.tree_attention import xla
+from pallas_kernels.device import device_kind
+from pallas_kernels.tree_attention import triton, xla
+from pallas_kernels.tree_attention.config import Config, choose
+from pallas_kernels.tree_attention.merge import merge as merge
+from pallas_kernels.tree_attention.merge import merge_over as merge_over
 from pallas_kernels.tree_attention.reference import reference as reference
+from pallas_kernels.tree_attention.schedule import Plan as Plan
+from pallas_kernels.tree_attention.schedule import make_plan
 
-BACKENDS = ("xla",)
+BACKENDS = ("xla", "triton", "interpret")
+
+
+def plan(
+    lengths: Int32[Array, "slots"],
+    ancestors: Bool[Array, "slots q q"] | None,
+    *,
+    q: int,
+    heads: int,
+    cache_rows: int,
+    dtype: jnp.dtype,
+    backend: str,
+    config: Config | None = None,
+) -> Plan | None:
+    """What all layers of one forward share: the packed mask and the division of the caches among programs.
+
+    Args:
+        q, heads, cache_rows, dtype: as in the calls of `tree_attention` it is for (`dtype` that of the queries).
+        config: tile sizes instead of the tuned ones; the calls need the same.
+
+    Returns None for "xla", which has nothing to prepare.
+    """
+    if backend == "xla":
+        return None
+    config = config or choose(device_kind(), q * heads, lengths.shape[0], cache_rows, dtype)
+    programs = config.chunks(q * heads, lengths.shape[0], cache_rows)
+    return make_plan(lengths, ancestors, q=q, rows=cache_rows, block=config.block, programs=programs)
 
 
 def tree_attention(
@@ -23,16 +56,64 @@ def tree_attention(
     *,
     scale: float,
     backend: str,
+    shared: Plan | None = None,
+    config: Config | None = None,
 ) -> Float[Array, "slots q heads rank"]:
     """softmax(scale * q . row) @ row[:rank] over the rows a token sees.
 
     Those are rows < lengths[s], and tree rows lengths[s] + j where ancestors[s, i, j]; None is the causal chain. Tree
     rows that fall beyond `rows` are not seen, and a token that sees no row at all gets zeros. Work is bounded by the
-    longest live prefix, not by `rows`. Softmax in float32; result in the dtype of `q_latent`.
+    longest live prefix, not by `rows`. Softmax in float32; result in the dtype of `q_latent`. Rows up to the next
+    multiple of 64 beyond the tree must be finite.
+
+    Args:
+        shared: the result of `plan` for these lengths and ancestors; made here where it is None.
+        config: tile sizes instead of the tuned ones.
 
     Raises:
         NotImplementedError: the backend is not supported.
     """
+    return tree_attention_partial(
+        q_latent, q_rope, cache_rows, lengths, ancestors, scale=scale, backend=backend, shared=shared, config=config
+    )[0]
+
+
+def tree_attention_partial(
+    q_latent: Float[Array, "slots q heads rank"],
+    q_rope: Float[Array, "slots q heads rope"],
+    cache_rows: Float[Array, "slots rows rank+rope"],
+    lengths: Int32[Array, "slots"],
+    ancestors: Bool[Array, "slots q q"] | None,
+    *,
+    scale: float,
+    backend: str,
+    shared: Plan | None = None,
+    config: Config | None = None,
+) -> tuple[Float[Array, "slots q heads rank"], Float32[Array, "slots q heads"]]:
+    """`tree_attention` and the natural log-sum-exp of its scaled scores, -inf where a token sees nothing.
+
+    For a cache sharded over the sequence: the shard that begins at row `first` is given `lengths - first`, which may
+    be negative or exceed its rows, and `merge_over` joins the results of all shards.
+    """
     if backend not in BACKENDS:
         raise NotImplementedError(f"tree_attention: {backend=} is not supported; supported: {', '.join(BACKENDS)}")
-    return xla.tree_attention(q_latent, q_rope, cache_rows, lengths, ancestors, scale=scale)
+    if backend == "xla":
+        return xla.partial(q_latent, q_rope, cache_rows, lengths, ancestors, scale=scale)
+    slots, q, heads, _ = q_latent.shape
+    rows = cache_rows.shape[1]
+    config = config or choose(device_kind(), q * heads, slots, rows, q_latent.dtype)
+    if shared is None:
+        shared = plan(
+            lengths,
+            ancestors,
+            q=q,
+            heads=heads,
+            cache_rows=rows,
+            dtype=q_latent.dtype,
+            backend=backend,
+            config=config,
+        )
+    assert shared is not None
+    return triton.partial(
+        q_latent, q_rope, cache_rows, lengths, shared, config, scale=scale, interpret=backend == "interpret"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.numerics import precision
 from pallas_kernels.tree_attention.reference import visibility
@@ -13,7 +13,7 @@ BLOCK = 256
 UNSEEN = -1e30  # finite: a row with nothing seen yet must not produce inf - inf
 
 
-def tree_attention(
+def partial(
     q_latent: Float[Array, "slots q heads rank"],
     q_rope: Float[Array, "slots q heads rope"],
     cache_rows: Float[Array, "slots rows rank+rope"],
@@ -21,7 +21,8 @@ def tree_attention(
     ancestors: Bool[Array, "slots q q"] | None,
     *,
     scale: float,
-) -> Float[Array, "slots q heads rank"]:
+) -> tuple[Float[Array, "slots q heads rank"], Float32[Array, "slots q heads"]]:
+    """Attention and its log-sum-exp."""
     slots, q, heads, rank = q_latent.shape
     rows, width = cache_rows.shape[1:]
     dtype = q_latent.dtype
@@ -57,6 +58,6 @@ def tree_attention(
         jnp.zeros((slots, q * heads, width), jnp.float32),
     )
     longest = jnp.minimum(jnp.max(lengths) + q, rows)
-    _, total, out = lax.fori_loop(0, -(-longest // block), body, carry)
+    peak, total, out = lax.fori_loop(0, -(-longest // block), body, carry)
     out = out[..., :rank] / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return out.reshape(slots, q, heads, rank).astype(dtype)
+    return out.reshape(slots, q, heads, rank).astype(dtype), (peak + jnp.log(total)).reshape(slots, q, heads)

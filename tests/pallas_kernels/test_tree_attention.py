@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import BACKENDS, reference, tree_attention
+from pallas_kernels.tree_attention import merge, merge_over, reference, tree_attention, tree_attention_partial
+from tests.pallas_kernels.backends import BACKENDS
 from tests.tolerances import ATTENTION_BFLOAT16, ATTENTION_FLOAT32
 
 HEADS, RANK, ROPE, SCALE = 3, 32, 8, 0.15
@@ -144,6 +145,28 @@ def test_a_token_that_sees_nothing_gets_zeros(backend):
     got = run(q_latent, q_rope, cache, jnp.zeros(1, jnp.int32), mask, scale=SCALE, backend=backend)
     np.testing.assert_array_equal(got[0, 1], np.zeros((HEADS, RANK)))
     assert np.abs(got[0, 0]).max() > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_a_sharded_cache_merge_to_the_whole(backend):
+    """Three shards of 64 rows: wholly committed, holding most of the tree, holding its end; one slot ends before."""
+    rng = np.random.default_rng(9)
+    q_latent, q_rope, cache = inputs(rng, 2, 9, 192)
+    lengths = jnp.asarray([121, 30], jnp.int32)
+    mask = jnp.asarray(np.stack([random_tree(rng, 9) for _ in range(2)]))
+    partial = functools.partial(jax.jit, static_argnames=("backend", "scale"))(tree_attention_partial)
+    parts = [
+        partial(q_latent, q_rope, cache[:, at : at + 64], lengths - at, mask, scale=SCALE, backend=backend)
+        for at in (0, 64, 128)
+    ]
+    outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
+    np.testing.assert_array_equal(np.isfinite(lses[2, 0, :, 0]), mask[0, :, 128 - 121 :].any(-1))
+    assert np.isneginf(lses[2, 1]).all()
+    whole, lse = partial(q_latent, q_rope, cache, lengths, mask, scale=SCALE, backend=backend)
+    on_each = jax.vmap(functools.partial(merge_over, "shard"), axis_name="shard")(outs, lses)
+    for out, joined in (merge(outs, lses), (on_each[0][2], on_each[1][2])):
+        ATTENTION_FLOAT32.check(out, whole)
+        ATTENTION_FLOAT32.check(joined, lse)
 
 
 def test_unsupported_backend_is_named():

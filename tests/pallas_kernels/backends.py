@@ -1,0 +1,15 @@
+"""The backends a suite is run with; the compiled kernels need a GPU."""
+
+import pytest
+
+NO_GPU = "needs a CUDA device: run with JAX_PLATFORMS=cuda -m gpu"
+
+# the condition is a string so that it is evaluated, and JAX started, only when such a test is to run
+BACKENDS = [
+    "xla",
+    "interpret",
+    pytest.param(
+        "triton",
+        marks=[pytest.mark.gpu, pytest.mark.skipif("__import__('jax').default_backend() != 'gpu'", reason=NO_GPU)],
+    ),
+]
