@@ -18,12 +18,13 @@ from jaxtyping import Array, Float, Int32
 from kdjax.config import DrafterConfig
 from kdjax.drafter.attention import attend
 from kdjax.drafter.cache import DraftCache
-from kdjax.model import rope
+from kdjax.model import parallel, rope
 from kdjax.model.experts import MLP
 from kdjax.model.fused import FusedMLP, fuse_mlp, input_major
 from kdjax.model.linear import InputMajorLinear, Linear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
+from kdjax.model.structure import split
 
 Params = dict[str, Any]
 CosSin = tuple[Float[Array, "slots n half"], Float[Array, "slots n half"]]
@@ -129,7 +130,7 @@ class DFlash(nnx.Module):
 @functools.lru_cache(maxsize=16)
 def _split(config: DrafterConfig, runtime: Runtime) -> tuple[Any, Any]:
     """The graph definition and the abstract state."""
-    return nnx.split(nnx.eval_shape(lambda: DFlash(config, runtime)))
+    return split(lambda: DFlash(config, runtime))
 
 
 def abstract_params(config: DrafterConfig, runtime: Runtime) -> Params:
@@ -160,7 +161,8 @@ def features(
 ) -> Float[Array, "slots n hidden"]:
     """hidden_norm(fc(taps)), which every layer reads without its input_layernorm."""
     drafter = nnx.merge(_split(config, runtime)[0], params)
-    return drafter.hidden_norm(drafter.fc(taps.astype(runtime.dtype)))
+    own = drafter.fc(taps.astype(runtime.dtype))
+    return drafter.hidden_norm(parallel.gather_last(own, runtime.mesh.drafter_axes))
 
 
 def context(
@@ -226,6 +228,8 @@ def draft(
     x = block_embeddings.astype(runtime.dtype)
     for i, layer in enumerate(drafter.layers):
         with jax.named_scope(f"drafter_layer_{i}"):
-            x = x + layer.self_attn(layer.input_layernorm(x), cos_sin, cache.k[i], cache.v[i], start)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            attended = layer.self_attn(layer.input_layernorm(x), cos_sin, cache.k[i], cache.v[i], start)
+            x = x + parallel.total(attended, runtime.mesh.drafter_axes)
+            moved = layer.mlp(layer.post_attention_layernorm(x))
+            x = x + parallel.total(moved, runtime.mesh.drafter_axes)
     return drafter.norm(x)[:, 1:]

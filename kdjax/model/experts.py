@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.errors import KdjaxError
+from kdjax.model import parallel
 from kdjax.model.int4 import Int4, dequantize
 from kdjax.model.linear import Linear
 from kdjax.model.router import Router
@@ -17,7 +18,7 @@ from pallas_kernels.int4_experts import dense_experts, int4_experts
 
 
 class MLP(nnx.Module):
-    """down(silu(gate x) * up x)."""
+    """down(silu(gate x) * up x); on a mesh the part of this device's widths."""
 
     def __init__(self, hidden: int, inner: int, dtype: jnp.dtype):
         self.gate_proj = Linear(hidden, inner, dtype)
@@ -48,7 +49,7 @@ def place_experts(weight: Int4, runtime: Runtime) -> Int4 | Float[Array, "_ _ _"
 
 class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, runtime: Runtime):
-        self.runtime = runtime
+        self.runtime, self.n_routed_experts = runtime, config.n_routed_experts
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_proj = ExpertMatrix(config, inner, hidden, runtime)
         self.up_proj = ExpertMatrix(config, inner, hidden, runtime)
@@ -60,6 +61,7 @@ class Experts(nnx.Module):
         indices: Int32[Array, "tokens top_k"],
         weights: Float32[Array, "tokens top_k"],
     ) -> Float[Array, "tokens hidden"]:
+        indices, weights = self._own(indices, weights)
         matrices = [m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj)]
         packed = [m for m in matrices if isinstance(m, Int4)]
         if len(packed) == 3 and len({m.group_size for m in packed}) == 1:
@@ -71,11 +73,24 @@ class Experts(nnx.Module):
         gate, up, down = (m for m in matrices if not isinstance(m, Int4))
         return dense_experts(x, indices, weights, gate, up, down, backend=self.runtime.backend)
 
+    def _own(
+        self, indices: Int32[Array, "tokens top_k"], weights: Float32[Array, "tokens top_k"]
+    ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
+        """Numbers among this device's experts; one past them, with weight 0, stands for those of other devices."""
+        mesh = self.runtime.mesh
+        if not mesh.expert_axes:
+            return indices, weights
+        here = self.n_routed_experts // mesh.expert
+        local = indices - here * parallel.index(mesh.expert_axes)
+        own = (local >= 0) & (local < here)
+        return jnp.where(own, local, here), jnp.where(own, weights, 0.0)
+
 
 class MoE(nnx.Module):
-    """sum_k w_k expert_k(x) + shared(x)."""
+    """sum_k w_k expert_k(x) + shared(x); on a mesh the part of this device's experts and widths."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime):
+        self.mesh = runtime.mesh
         self.gate = Router(config, runtime)
         self.experts = Experts(config, runtime)
         inner = config.moe_intermediate_size * config.n_shared_experts
@@ -86,5 +101,11 @@ class MoE(nnx.Module):
         indices, weights = self.gate(tokens)
         y = self.experts(tokens, indices, weights)
         if self.shared_experts is not None:
-            y = y + self.shared_experts(tokens)
+            y = y + self._once(self.shared_experts(tokens))
         return y.reshape(x.shape)
+
+    def _once(self, shared: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """Zero on all but one of the devices that hold the same part: the sum over the mesh must have it once."""
+        if self.mesh.model_axes == self.mesh.all_axes:
+            return shared
+        return jnp.where(parallel.index(self.mesh.expert_axes) == 0, shared, jnp.zeros_like(shared))

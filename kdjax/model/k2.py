@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.errors import KdjaxError
-from kdjax.model import rope
+from kdjax.model import parallel, rope
 from kdjax.model.block import Block
 from kdjax.model.cache import KVCache
 from kdjax.model.fused import fuse
@@ -25,6 +25,7 @@ from kdjax.model.linear import InputMajorLinear, Linear
 from kdjax.model.mla import Step
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
+from kdjax.model.structure import split
 from pallas_kernels.numerics import matmul, matmul_nt
 
 Params = dict[str, Any]
@@ -48,7 +49,7 @@ class K2(nnx.Module):
 @functools.lru_cache(maxsize=16)
 def _split(config: ModelConfig, runtime: Runtime) -> tuple[Any, Any]:
     """The graph definition and the abstract state."""
-    return nnx.split(nnx.eval_shape(lambda: K2(config, runtime)))
+    return split(lambda: K2(config, runtime))
 
 
 def abstract_params(config: ModelConfig, runtime: Runtime) -> Params:
@@ -132,15 +133,25 @@ def forward(
 
 def embed(params: Params, tokens: Int32[Array, "*lead"], runtime: Runtime) -> Float[Array, "*lead hidden"]:
     """Rows of embed_tokens in the compute dtype, unscaled. Ids are checked by the caller; padding may be any id."""
-    return jnp.take(params["embed_tokens"]["weight"], tokens, axis=0, mode="clip").astype(runtime.dtype)
+    table, axes = params["embed_tokens"]["weight"], runtime.mesh.model_axes
+    if not axes:
+        return jnp.take(table, tokens, axis=0, mode="clip").astype(runtime.dtype)
+    row = tokens - table.shape[0] * parallel.index(axes)
+    own = (row >= 0) & (row < table.shape[0])
+    rows = jnp.take(table, row, axis=0, mode="clip").astype(runtime.dtype)
+    return parallel.total(jnp.where(own[..., None], rows, jnp.zeros_like(rows)), axes)
 
 
 def logits(
     params: Params, config: ModelConfig, hidden: Float[Array, "*lead hidden"], runtime: Runtime
 ) -> Float32[Array, "*lead vocab"]:
-    """lm_head of a final-normed hidden state, accumulated and returned in float32."""
+    """lm_head of a final-normed hidden state, accumulated and returned in float32.
+
+    On a mesh these are the logits of this device's part of the vocabulary, in order of id.
+    """
     weight, fused = params["lm_head"]["weight"], runtime.layout == "fused"
-    expected = (config.hidden_size, config.vocab_size) if fused else (config.vocab_size, config.hidden_size)
+    vocab = config.vocab_size // runtime.mesh.size(runtime.mesh.model_axes)
+    expected = (config.hidden_size, vocab) if fused else (vocab, config.hidden_size)
     if weight.shape != expected:
         raise KdjaxError(
             f"lm_head.weight is {weight.shape}, config and runtime say {expected}: "

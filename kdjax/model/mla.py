@@ -43,10 +43,13 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
     ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
-        """Attention output, and the layer's cache rows with those of `x` appended at `step.lengths`."""
+        """Attention output, and the layer's cache rows with those of `x` appended at `step.lengths`.
+
+        On a mesh the output is the part of this device's heads.
+        """
         c = self.config
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(*x.shape[:2], c.num_attention_heads, c.qk_head_dim)
+        q = q.reshape(*x.shape[:2], -1, c.qk_head_dim)
         q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
         q_rope = rope.rotate_interleaved_heads(q_rope, step.cos, step.sin)
 
@@ -62,7 +65,7 @@ class MLA(nnx.Module):
     def up_projections(self) -> Float[Array, "heads nope_and_v rank"]:
         """kv_b_proj per head: W_UK, then W_UV."""
         c = self.config
-        return self.kv_b_proj.weight.get_value().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+        return self.kv_b_proj.weight.get_value().reshape(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
 
     def absorbed(
         self,

@@ -9,6 +9,7 @@ import msgspec
 from jax import lax
 
 import pallas_kernels.numerics
+from kdjax.config import ONE_DEVICE, MeshConfig
 from kdjax.errors import KdjaxError
 
 Dtype = Literal["float32", "bfloat16"]
@@ -30,7 +31,10 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         expert_weights: "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them to
             `compute_dtype` once, at load (8 times the memory in float32).
         layout: "checkpoint" keeps every matrix as it is stored. "fused" prepares them once, at load, for small models
-            on CPU, where each matmul has a fixed cost: see `kdjax.model.fused`. float32 and dequantized experts only.
+            on CPU, where each matmul has a fixed cost: see `kdjax.model.fused`. float32 and dequantized experts only, and not
+            on a mesh.
+        mesh: how the model is split over devices. On more than one, model functions run inside `jax.shard_map`, where
+            every array is this device's part; see `kdjax.sharding`.
         mla: "absorbed" attends in the latent space; "materialised" expands keys and values of every head, as a check.
     """
 
@@ -39,6 +43,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     backend: Backend = "xla"
     expert_weights: ExpertWeights = "packed"
     layout: Layout = "checkpoint"
+    mesh: MeshConfig = ONE_DEVICE
     mla: Mla = "absorbed"
 
     def __post_init__(self) -> None:
@@ -63,6 +68,10 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ):
                 if (value := getattr(self, name)) != needed:
                     raise KdjaxError(f"Runtime layout='fused' needs {name}={needed!r}, not {value!r}: change either")
+            if self.mesh.devices > 1:
+                raise KdjaxError(
+                    f"Runtime layout='fused' is for one device, not a mesh of {self.mesh.devices}: use 'checkpoint'"
+                )
 
     @property
     def dtype(self) -> jnp.dtype:
