@@ -13,6 +13,7 @@ from kdjax.cli.interrupt import Interrupt
 from kdjax.errors import KdjaxError
 
 VERBS = {
+    "bundle": "make and check golden bundles",
     "generate": "continue prompts with speculative decoding",
     "quantize": "make an INT4 checkpoint of a bf16 one",
     "synth": "write a checkpoint of random weights at any scale",

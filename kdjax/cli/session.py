@@ -11,10 +11,21 @@ from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.report import Outcome
 from kdjax.config import GenerateConfig
+from kdjax.config.generate import RuntimeSection
 from kdjax.decode import Completion, DecodeConfig, Decoder, Request
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
 from kdjax.tokenizer import Tokenizer
+
+
+def runtime_of(section: RuntimeSection) -> Runtime:
+    return Runtime(
+        compute_dtype=section.compute_dtype,
+        cache_dtype=section.cache_dtype,
+        backend=section.backend,
+        expert_weights=section.expert_weights,
+        layout=section.layout,
+    )
 
 
 class Session:
@@ -23,14 +34,7 @@ class Session:
     def __init__(self, config: GenerateConfig, target: Path, drafter: Path | None, prompts: Sequence[str]) -> None:
         self.backend = config.runtime.backend
         self._decode = config.decode
-        runtime = config.runtime
-        self._runtime = Runtime(
-            compute_dtype=runtime.compute_dtype,
-            cache_dtype=runtime.cache_dtype,
-            backend=runtime.backend,
-            expert_weights=runtime.expert_weights,
-            layout=runtime.layout,
-        )
+        self._runtime = runtime_of(config.runtime)
         self._tokenizer = Tokenizer.from_checkpoint(target)
         self._target = load_target(target, self._runtime)
         if (vocabulary := self._target.config.vocab_size) != self._tokenizer.vocab_size:

@@ -130,6 +130,7 @@ def test_help_and_bad_input_do_not_import_jax():
         ["generate", "--help"],
         ["synth", "--help"],
         ["quantize", "--help"],
+        ["bundle", "check", "--help"],
         ["generate", "x", "--budget", "-1"],
         ["generate", "--print-config"],
     ):
