@@ -76,6 +76,7 @@ class FusedMLA(nnx.Module):
             step.ancestors,
             scale=rope.mla_softmax_scale(c.qk_head_dim, c.rope_scaling),
             backend=self.runtime.backend,
+            shared=step.plan,
         )
         return self.o_latent_proj(out.reshape(*x.shape[:2], -1)), rows
 

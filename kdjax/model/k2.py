@@ -26,6 +26,7 @@ from kdjax.model.mla import Step
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
 from kdjax.model.structure import split
+from pallas_kernels import tree_attention
 from pallas_kernels.numerics import matmul, matmul_nt
 
 Params = dict[str, Any]
@@ -117,7 +118,16 @@ def forward(
         ancestors = ancestors & valid[:, None, :]
     inv_freq = rope.inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
     cos, sin = rope.cos_sin(positions, inv_freq, rope.amplitude(config.rope_scaling))
-    step = Step(cos, sin, cache.lengths, ancestors)
+    plan = tree_attention.plan(
+        cache.lengths,
+        ancestors,
+        q=tokens.shape[1],
+        heads=config.num_attention_heads,
+        cache_rows=cache.rows,
+        dtype=runtime.dtype,
+        backend=runtime.backend,
+    )
+    step = Step(cos, sin, cache.lengths, ancestors, plan)
 
     x = embed(params, tokens, runtime)
     latent, tapped = [], {}

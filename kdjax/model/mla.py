@@ -15,7 +15,7 @@ from kdjax.model import rope
 from kdjax.model.linear import Linear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import Plan, tree_attention
 from pallas_kernels.tree_attention.reference import visibility
 
 
@@ -26,6 +26,7 @@ class Step(NamedTuple):
     sin: Float[Array, "slots q half"]
     lengths: Int32[Array, "slots"]
     ancestors: Bool[Array, "slots q q"] | None
+    plan: Plan | None
 
 
 class MLA(nnx.Module):
@@ -96,6 +97,7 @@ class MLA(nnx.Module):
             step.ancestors,
             scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
             backend=self.runtime.backend,
+            shared=step.plan,
         )
         return per_head(o_latent, w, 2)[..., nope:]
 

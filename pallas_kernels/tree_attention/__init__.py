@@ -36,15 +36,14 @@ def plan(
 
     Args:
         q, heads, cache_rows, dtype: as in the calls of `tree_attention` it is for (`dtype` that of the queries).
-        config: tile sizes instead of the tuned ones; the calls need the same.
+        config: tile sizes instead of the tuned ones.
 
     Returns None for "xla", which has nothing to prepare.
     """
     if backend == "xla":
         return None
     config = config or choose(device_kind(), q * heads, lengths.shape[0], cache_rows, dtype)
-    programs = config.chunks(q * heads, lengths.shape[0], cache_rows)
-    return make_plan(lengths, ancestors, q=q, rows=cache_rows, block=config.block, programs=programs)
+    return make_plan(lengths, ancestors, query_rows=q * heads, q=q, rows=cache_rows, config=config)
 
 
 def tree_attention(
@@ -57,7 +56,6 @@ def tree_attention(
     scale: float,
     backend: str,
     shared: Plan | None = None,
-    config: Config | None = None,
 ) -> Float[Array, "slots q heads rank"]:
     """softmax(scale * q . row) @ row[:rank] over the rows a token sees.
 
@@ -68,13 +66,12 @@ def tree_attention(
 
     Args:
         shared: the result of `plan` for these lengths and ancestors; made here where it is None.
-        config: tile sizes instead of the tuned ones.
 
     Raises:
         NotImplementedError: the backend is not supported.
     """
     return tree_attention_partial(
-        q_latent, q_rope, cache_rows, lengths, ancestors, scale=scale, backend=backend, shared=shared, config=config
+        q_latent, q_rope, cache_rows, lengths, ancestors, scale=scale, backend=backend, shared=shared
     )[0]
 
 
@@ -88,7 +85,6 @@ def tree_attention_partial(
     scale: float,
     backend: str,
     shared: Plan | None = None,
-    config: Config | None = None,
 ) -> tuple[Float[Array, "slots q heads rank"], Float32[Array, "slots q heads"]]:
     """`tree_attention` and the natural log-sum-exp of its scaled scores, -inf where a token sees nothing.
 
@@ -99,21 +95,9 @@ def tree_attention_partial(
         raise NotImplementedError(f"tree_attention: {backend=} is not supported; supported: {', '.join(BACKENDS)}")
     if backend == "xla":
         return xla.partial(q_latent, q_rope, cache_rows, lengths, ancestors, scale=scale)
-    slots, q, heads, _ = q_latent.shape
-    rows = cache_rows.shape[1]
-    config = config or choose(device_kind(), q * heads, slots, rows, q_latent.dtype)
     if shared is None:
-        shared = plan(
-            lengths,
-            ancestors,
-            q=q,
-            heads=heads,
-            cache_rows=rows,
-            dtype=q_latent.dtype,
-            backend=backend,
-            config=config,
-        )
+        q, heads = q_latent.shape[1:3]
+        sizes = {"q": q, "heads": heads, "cache_rows": cache_rows.shape[1], "dtype": q_latent.dtype}
+        shared = plan(lengths, ancestors, **sizes, backend=backend)
     assert shared is not None
-    return triton.partial(
-        q_latent, q_rope, cache_rows, lengths, shared, config, scale=scale, interpret=backend == "interpret"
-    )
+    return triton.partial(q_latent, q_rope, cache_rows, lengths, shared, scale=scale, interpret=backend == "interpret")

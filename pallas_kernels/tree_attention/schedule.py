@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
+
+from pallas_kernels.tree_attention.config import Config
 
 WORD_BITS = 32
 
 
-class Plan(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
     """Made once per forward from lengths and mask; it depends on no layer.
 
     Attributes:
-        words: bit j % 32 of word j // 32 says that the token sees tree token j; None for the causal chain.
-        table: (slot, first block, end block) of the cache blocks that each program reads; empty where first = end.
-        segments: (first, end) of the programs of each slot.
+        words: int32 [slots, q, ceil(q / 32)]; bit j % 32 of word j // 32 says that the token sees tree token j. None
+            for the causal chain.
+        table: int32 [programs, 3]; (slot, first block, end block) of the cache blocks that each program reads, empty
+            where first = end.
+        segments: int32 [slots, 2]; (first, end) of the programs of each slot.
+        config: the tile sizes that the rest is for.
     """
 
-    words: Int32[Array, "slots q words"] | None
-    table: Int32[Array, "programs 3"]
-    segments: Int32[Array, "slots 2"]
+    # Any: as a pytree it also carries shardings and the like in place of its arrays.
+    words: Any
+    table: Any
+    segments: Any
+    config: Config = dataclasses.field(metadata={"static": True})
 
 
 def make_plan(
     lengths: Int32[Array, "slots"],
     ancestors: Bool[Array, "slots q q"] | None,
     *,
+    query_rows: int,
     q: int,
     rows: int,
-    block: int,
-    programs: int,
+    config: Config,
 ) -> Plan:
-    """Chunks of equal size, the smallest for which `programs` (at least one per slot) are enough."""
+    """Chunks of equal size, the smallest for which the configuration's programs are enough."""
+    block, programs = config.block, config.chunks(query_rows, lengths.shape[0], rows)
     blocks = -(-jnp.clip(lengths + q, 0, rows) // block)
     size = jnp.arange(1, -(-rows // block) + 1, dtype=jnp.int32)
     needed = jnp.sum(-(-blocks[:, None] // size[None, :]), axis=0)
@@ -50,7 +62,7 @@ def make_plan(
     part, parts = program - segments[slot, 0], jnp.maximum(chunks[slot], 1)
     bounds = jnp.stack([part, part + 1], axis=1) * blocks[slot][:, None] // parts[:, None]
     table = jnp.concatenate([slot[:, None], jnp.where(live[:, None], bounds, 0)], axis=1)
-    return Plan(None if ancestors is None else pack(ancestors), table, segments)
+    return Plan(None if ancestors is None else pack(ancestors), table, segments, config)
 
 
 def pack(ancestors: Bool[Array, "slots q q"]) -> Int32[Array, "slots q words"]:

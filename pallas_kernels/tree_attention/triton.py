@@ -17,7 +17,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.numerics import precision
-from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.schedule import WORD_BITS, Plan
 
 LOG2_E = math.log2(math.e)
@@ -32,14 +31,13 @@ def partial(
     cache_rows: Float[Array, "slots rows width"],
     lengths: Int32[Array, "slots"],
     plan: Plan,
-    config: Config,
     *,
     scale: float,
     interpret: bool,
 ) -> tuple[Float[Array, "slots q heads rank"], Float32[Array, "slots q heads"]]:
     """Attention and its log-sum-exp (natural logarithm, -inf where a token sees nothing)."""
     slots, q, heads, rank = q_latent.shape
-    query_rows, programs = q * heads, plan.table.shape[0]
+    query_rows, programs, config = q * heads, plan.table.shape[0], plan.config
     masks = () if plan.words is None else (plan.words,)
     acc, stats = pl.pallas_call(
         functools.partial(_attend, q=q, heads=heads, config=config, scale=scale * LOG2_E, interpret=interpret),

@@ -2,14 +2,11 @@
 
 import pytest
 
-NO_GPU = "needs a CUDA device: run with JAX_PLATFORMS=cuda -m gpu"
-
 # the condition is a string so that it is evaluated, and JAX started, only when such a test is to run
-BACKENDS = [
-    "xla",
-    "interpret",
-    pytest.param(
-        "triton",
-        marks=[pytest.mark.gpu, pytest.mark.skipif("__import__('jax').default_backend() != 'gpu'", reason=NO_GPU)],
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        "__import__('jax').default_backend() != 'gpu'", reason="needs a CUDA device: run with JAX_PLATFORMS=cuda -m gpu"
     ),
 ]
+BACKENDS = ["xla", "interpret", pytest.param("triton", marks=needs_gpu)]

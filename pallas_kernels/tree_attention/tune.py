@@ -1,0 +1,136 @@
+"""Searches tile sizes for tree attention on this GPU, and puts the best into tuned.json.
+
+    python -m pallas_kernels.tree_attention.tune --out runs/tune.json
+    python -m pallas_kernels.tree_attention.tune --apply runs/tune.json
+
+The first times every candidate (on the GPU); the second needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels import timing
+from pallas_kernels.tree_attention.bench import arguments, compiled, error, measured, op
+from pallas_kernels.tree_attention.cases import CASES, Case, random_data
+from pallas_kernels.tree_attention.config import Config, choose
+
+TUNED = Path(__file__).parent / "tuned.json"
+CASE_FIELDS = ("query_rows", "slots", "cache_rows")
+LARGEST_ERROR = 5e-3
+MAX_INPUTS = 16
+
+
+def candidates(query_rows: int, cores: int) -> list[Config]:
+    """Narrow tiles feed `mma.sync` from registers; 64 rows with 8 warps use the tensor cores' asynchronous products."""
+    found = [
+        Config(16, block, waves * cores, warps, stages)
+        for block, warps, stages in ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2))
+        for waves in (1, 2)
+    ]
+    if query_rows > 16:
+        found += [Config(32, block, waves * cores, 8, 2) for block in (32, 64) for waves in (1, 2)]
+    if query_rows > 32:
+        found += [
+            Config(64, block, waves * cores, 8, stages, True)
+            for block, stages in ((64, 2), (32, 3), (32, 4))
+            for waves in (1, 2)
+        ]
+        found = [c for c in found if c.rows > 16 or query_rows <= 64]
+    return found
+
+
+def merges(config: Config) -> list[Config]:
+    return [
+        dataclasses.replace(config, merge_columns=columns, merge_parts=parts, merge_warps=warps)
+        for columns, parts, warps in ((64, 64, 4), (64, 128, 4), (128, 32, 4), (256, 64, 8), (512, 16, 4))
+    ]
+
+
+def search(
+    cases: tuple[Case, ...], out: Path, seconds: float, threads: int, merge_only: bool, backend: str = "triton"
+) -> None:
+    deadline = time.monotonic() + seconds
+    facts = timing.device_facts()
+    seed = int.from_bytes(os.urandom(3), "little")
+    cores = getattr(jax.devices()[0], "core_count", 1)  # a CPU device has none
+    rows: list[dict[str, Any]] = []
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        waiting = []
+        for case in cases:
+            data = random_data(case, seed)
+            size = case.heads * case.tokens, case.streams, case.cache_rows
+            base = choose(facts["device"], *size, data.q_latent.dtype)
+            for config in merges(base) if merge_only else [base, *candidates(size[0], cores)]:
+                shared, inputs = arguments(data, case, config, backend)
+                inputs = inputs[:MAX_INPUTS]
+                waiting.append((case, config, data, shared, inputs, pool.submit(compiled, op(backend), shared, inputs)))
+        for case, config, data, shared, inputs, program in waiting:
+            if time.monotonic() > deadline:
+                print("out of time", flush=True)
+                pool.shutdown(cancel_futures=True)
+                break
+            row = {**dict(zip(CASE_FIELDS, (case.heads * case.tokens, case.streams, case.cache_rows), strict=True))}
+            row["config"] = dataclasses.asdict(config)
+            try:
+                f = program.result()
+                row |= measured(case, timing.measure(f, shared, inputs, repetitions=4, min_ops=24))
+                row["error"] = error(data, f(shared, inputs)[-1], len(inputs) - 1)
+            except Exception as failure:  # a candidate that does not fit is a result, not the end of the search
+                row["failed"] = str(failure).splitlines()[0][:200]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            timing.write_rows(out, rows, **facts)
+
+
+def apply(results: list[Path]) -> None:
+    """The fastest correct candidate of every case into the table of its device, other tables untouched."""
+    tables = json.loads(TUNED.read_text(encoding="utf-8"))
+    best: dict[str, dict[tuple, dict]] = {}
+    for path in results:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for row in found["rows"]:
+            if "us" in row and row["error"] < LARGEST_ERROR:
+                of_device = best.setdefault(found["device"], {})
+                size = tuple(row[f] for f in CASE_FIELDS)
+                if size not in of_device or row["us"] < of_device[size]["us"]:
+                    of_device[size] = row
+    for kind, cases in best.items():
+        kept = {tuple(case[f] for f in CASE_FIELDS): case for case in tables.get(kind, [])}
+        kept |= cases
+        tables[kind] = [{f: case[f] for f in (*CASE_FIELDS, "config")} for _, case in sorted(kept.items())]
+    lines = (f" {json.dumps(k)}: [\n" + ",\n".join("  " + json.dumps(c) for c in t) + "\n ]" for k, t in tables.items())
+    TUNED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tree_attention.tune", description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file with every candidate, written as they are timed")
+    parser.add_argument("--apply", type=Path, nargs="+", help="results whose best candidates go into tuned.json")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="start no measurement after this long")
+    parser.add_argument("--threads", type=int, default=16, help="programs compiled at once")
+    parser.add_argument("--merge-only", action="store_true", help="vary the merge of the tuned configurations only")
+    parser.add_argument("--rows", type=int, nargs="*", help="only cases with these numbers of query rows")
+    parser.add_argument("--prefix", type=int, nargs="*", help="only cases with these prefixes")
+    args = parser.parse_args(argv)
+    if args.apply:
+        apply(args.apply)
+        return
+    if args.out is None:
+        parser.error("give --out or --apply")
+    chosen = (c for c in CASES if not args.rows or c.heads * c.tokens in args.rows)
+    cases = tuple(c for c in chosen if not args.prefix or c.prefix in args.prefix)
+    search(cases, args.out, args.seconds, args.threads, args.merge_only)
+
+
+if __name__ == "__main__":
+    main()
