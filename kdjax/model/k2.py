@@ -122,7 +122,7 @@ def forward(
         cache.lengths,
         ancestors,
         q=tokens.shape[1],
-        heads=config.num_attention_heads,
+        heads=config.num_attention_heads // runtime.mesh.size(runtime.mesh.model_axes),
         cache_rows=cache.rows,
         dtype=runtime.dtype,
         backend=runtime.backend,
