@@ -95,9 +95,8 @@ def write_bundle(
     def int4_of(module: str) -> Int4Config | None:
         return None if quantization is None or is_ignored(module, quantization.ignore) else quantization.int4
 
-    files = TensorFolder(target, prefix=WRAPPER_PREFIX, skip=VISION)
     leaves = list(target_leaves(config, int4_of))
-    files.check(expected_tensors(leaves))
+    files = TensorFolder(target, prefix=WRAPPER_PREFIX, skip=VISION, expected=expected_tensors(leaves))
     tensors: dict[str, Stored] = {}
     jobs: list[Job] = []
 
@@ -123,8 +122,7 @@ def write_bundle(
     if drafter is not None:
         draft_config = read_drafter_config(drafter)
         ModelPair(target=config, drafter=draft_config)
-        draft_files = TensorFolder(drafter)
-        draft_files.check(expected_tensors(list(drafter_leaves(draft_config))))
+        draft_files = TensorFolder(drafter, expected=expected_tensors(list(drafter_leaves(draft_config))))
         for tensor, stored in draft_files.tensors.items():
             put(f"drafter.{tensor}", stored, functools.partial(draft_files.read, tensor))
     for index, case in enumerate(cases):

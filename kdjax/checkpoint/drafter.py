@@ -36,7 +36,8 @@ def load_drafter(
     ModelPair(target=target_config, drafter=config)
     if expected_sha256 is not None and (found := sha256(path)) != expected_sha256:
         raise KdjaxError(f"{path} has sha256 {found}, expected {expected_sha256}: use the pinned revision")
-    params = load_params(TensorFolder(path), list(drafter_leaves(config)), runtime)
+    leaves = list(drafter_leaves(config))
+    params = load_params(TensorFolder(path, expected=expected_tensors(leaves)), leaves, runtime)
     return Drafter(config, dflash.arrange(params, runtime))
 
 

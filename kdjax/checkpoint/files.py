@@ -1,134 +1,255 @@
-"""A folder of safetensors files as one mapping from tensor name to array."""
+"""A folder of safetensors files as one mapping from tensor name to bytes on disk, verified before it is read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
-from typing import Any
+import stat
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors needs
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from kdjax.checkpoint.layout import Stored
+from kdjax.checkpoint.header import BadHeader, Entry, read_header, shown, unique
+from kdjax.checkpoint.layout import DTYPES, Stored
 from kdjax.checkpoint.writer import INDEX, SINGLE
 from kdjax.errors import KdjaxError
 
+MAX_INDEX_BYTES = 1 << 30
 
-def _shards(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | None]:
-    """The files that make up the checkpoint. An index wins: files that it does not name are not part of it."""
+# Enough reads in flight to keep an NVMe disk or a network file system busy.
+READERS = 8
+
+
+class Located(NamedTuple):
+    """Where a tensor lies."""
+
+    file: pathlib.Path
+    stored_name: str
+    entry: Entry
+
+
+def some(names: list[str], limit: int = 6) -> str:
+    """The first few, and how many more there are: an error stays one readable line."""
+    more = [f"... {len(names) - limit} more"] if len(names) > limit else []
+    return ", ".join([*map(shown, names[:limit]), *more])
+
+
+def listed(problems: list[str], limit: int = 20) -> str:
+    """All problems in one line, as `some`."""
+    more = [f"... {len(problems) - limit} more"] if len(problems) > limit else []
+    return "; ".join([*problems[:limit], *more])
+
+
+def _read_index(index: pathlib.Path) -> dict[str, str]:
+    """`weight_map`: tensor name -> file name."""
+    try:
+        status = os.stat(index)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+        if status.st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"{status.st_size} bytes")
+        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=unique)["weight_map"]
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError("file names must be strings")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise KdjaxError(
+            f"{index} has no readable weight_map ({shown(str(error)) or type(error).__name__}): download it again"
+        ) from None
+    return weight_map
+
+
+def shards(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | None]:
+    """The files that make up the checkpoint. An index wins: files that it does not name are not part of it.
+
+    Raises:
+        KdjaxError: there is neither an index nor a single file, the index is unreadable, or it names files elsewhere.
+    """
     index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
+    if not os.path.lexists(index):
+        if not os.path.lexists(folder / SINGLE):
             raise KdjaxError(f"{folder} has neither {INDEX} nor {SINGLE}: give the folder of a checkpoint")
         return [folder / SINGLE], None
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(pathlib.PurePath(name).name for name in set(weight_map.values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise KdjaxError(f"{index} has no readable weight_map ({error!r}): download it again") from None
-    if absent := [name for name in names if not (folder / name).exists()]:
-        raise KdjaxError(f"{folder} lacks {len(absent)} of {len(names)} shards ({', '.join(absent)}): download them")
+    weight_map = _read_index(index)
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if pathlib.PurePath(name).name != name or "\\" in name or "\0" in name]:
+        raise KdjaxError(f"{index} names files outside its folder ({some(outside)}): download it again")
     return [folder / name for name in names], weight_map
 
 
-def _missing_bytes(shard: pathlib.Path) -> int:
-    """How many bytes a truncated file lacks, by its own header; 0 where the header itself is unreadable."""
-    with shard.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = shard.stat().st_size
-        if length > size - 8:
-            return 8 + length - size
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return 0
-    return max(0, 8 + length + max(ends, default=0) - size)
+class _Source:
+    """An open file, closed when it is no longer referred to."""
+
+    def __init__(self, file: pathlib.Path):
+        self.descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 class TensorFolder:
-    """Names, shapes and dtypes of all tensors of a checkpoint; data is read one tensor at a time.
+    """Names, shapes and dtypes of all tensors of a checkpoint; data is read by byte range.
 
-    Files are memory-mapped, so an open folder costs no memory until a tensor is read. `prefix` is taken off names that
-    have it; names that start with one of `skip` are left out and counted in `skipped`.
+    `prefix` is taken off names that have it; names that start with one of `skip` are left out and counted in
+    `skipped`. With `expected`, every difference from it is an error.
 
     Raises:
-        KdjaxError: no checkpoint, a shard that is absent, truncated or damaged, or an index that disagrees with it.
+        KdjaxError: no checkpoint; or, all in one error: files that are absent, truncated or damaged, an index that
+            disagrees with them, tensors that are missing, unexpected, there twice, or of another shape or dtype.
     """
 
-    def __init__(self, folder: str | pathlib.Path, prefix: str = "", skip: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        prefix: str = "",
+        skip: tuple[str, ...] = (),
+        expected: dict[str, Stored] | None = None,
+    ):
         self.folder = pathlib.Path(folder)
-        shards, weight_map = _shards(self.folder)
         self.tensors: dict[str, Stored] = {}
+        self.located: dict[str, Located] = {}
         self.skipped = 0
-        self._sources: dict[str, tuple[Any, str]] = {}
-        seen = set()
-        for shard in shards:
+        self._open: dict[pathlib.Path, _Source] = {}
+        files, weight_map = shards(self.folder)
+        problems, unread = self._scan(files, weight_map, prefix, skip)
+        if expected is not None:
+            problems += self._differences(expected, weight_map, prefix, unread)
+        if problems:
+            raise KdjaxError(
+                f"{self.folder} cannot be loaded: {listed(problems)}: "
+                "use config.json, index and weights of one revision, downloaded completely"
+            )
+
+    def _scan(
+        self, files: list[pathlib.Path], weight_map: dict[str, str] | None, prefix: str, skip: tuple[str, ...]
+    ) -> tuple[list[str], set[str]]:
+        """Fills `tensors`. Returns what is wrong with the files, and the names of those that could not be read."""
+        problems: list[str] = []
+        unread: set[str] = set()
+        seen: set[str] = set()
+        if absent := [file.name for file in files if not os.path.lexists(file)]:
+            problems.append(f"it lacks {len(absent)} of {len(files)} shards ({some(absent)})")
+            unread.update(absent)
+        for file in files:
+            if file.name in unread:
+                continue
             try:
-                handle = safe_open(shard, framework="np")
-            except (SafetensorError, OSError) as error:
-                missing = _missing_bytes(shard)
-                reason = f"is truncated, {missing} bytes are missing" if missing else f"is damaged ({error})"
-                raise KdjaxError(f"{shard} {reason}: download it again") from None
-            for name in handle.keys():  # noqa: SIM118  the handle is not iterable
-                if weight_map is not None and weight_map.get(name) != shard.name:
+                header = read_header(file)
+            except BadHeader as error:
+                problems.append(f"{file.name} {error}")
+                unread.add(file.name)
+                continue
+            for name, entry in header.items():
+                if weight_map is not None and weight_map.get(name) != file.name:
                     continue
                 seen.add(name)
                 if name.startswith(skip):
                     self.skipped += 1
                     continue
                 bare = name.removeprefix(prefix)
-                if bare in self.tensors:
-                    raise KdjaxError(f"{shard} holds {name} a second time: remove one of the copies")
-                part = handle.get_slice(name)
-                self.tensors[bare] = Stored(tuple(part.get_shape()), (part.get_dtype(),))
-                self._sources[bare] = (handle, name)
-        if weight_map is not None and (lost := sorted(set(weight_map) - seen)):
-            raise KdjaxError(
-                f"{self.folder / INDEX} names {len(lost)} tensors that their shards lack ({_some(lost)}): "
-                "download index and shards of one revision"
-            )
+                if other := self.located.get(bare):
+                    problems.append(
+                        f"{file.name} holds {shown(name)} and {other.file.name} {shown(other.stored_name)}, "
+                        "which are the same tensor"
+                    )
+                self.tensors[bare] = Stored(entry.shape, (entry.dtype,))
+                self.located[bare] = Located(file, name, entry)
+        if weight_map is not None:
+            lost = sorted(name for name, file in weight_map.items() if name not in seen and file not in unread)
+            if lost:
+                where = [f"{name} in {weight_map[name]}" for name in lost]
+                problems.append(f"{INDEX} names {len(lost)} tensors that their shards lack ({some(where)})")
+        return problems, unread
+
+    def _differences(
+        self, expected: dict[str, Stored], weight_map: dict[str, str] | None, prefix: str, unread: set[str]
+    ) -> list[str]:
+        def promised(name: str) -> str | None:
+            """The file in which the index says that a tensor is."""
+            return None if weight_map is None else weight_map.get(prefix + name, weight_map.get(name))
+
+        whole = SINGLE if weight_map is None else INDEX
+        missing = sorted(name for name in expected.keys() - self.tensors.keys() if promised(name) is None)
+        if SINGLE in unread and weight_map is None:
+            missing = []
+        unexpected = sorted(
+            f"{self.located[name].stored_name} in {self.located[name].file.name}"
+            for name in self.tensors.keys() - expected.keys()
+        )
+        shapes, dtypes, known = [], [], []
+        for name in sorted(expected.keys() & self.tensors.keys()):
+            found, wanted = self.located[name], expected[name]
+            where = f"{name} in {found.file.name}"
+            if found.entry.shape != wanted.shape:
+                shapes.append(f"{where} is {list(found.entry.shape)}, expected {list(wanted.shape)}")
+            elif found.entry.dtype not in wanted.dtypes:
+                dtypes.append(f"{where} is {found.entry.dtype}, expected {' or '.join(wanted.dtypes)}")
+            elif wanted.value is not None:
+                known.append(name)
+        known.sort(key=lambda name: (self.located[name].file, self.located[name].entry.start))
+        with ThreadPoolExecutor(READERS) as pool:
+            read = [tuple(value.tolist()) for value in pool.map(self.read, known)]
+        values = [
+            f"{name} in {self.located[name].file.name} says {list(found)}, "
+            f"config.json {list(expected[name].value or ())}"
+            for name, found in zip(known, read, strict=True)
+            if found != expected[name].value
+        ]
+        kinds = {
+            f"missing from {whole}": missing,
+            "unexpected": unexpected,
+            "of another shape": shapes,
+            "of another dtype": dtypes,
+            "of another value": values,
+        }
+        found = [f"{len(names)} {kind} ({some(names)})" for kind, names in kinds.items() if names]
+        return [f"tensors {'; '.join(found)}"] if found else []
+
+    def read_into(self, name: str, out: np.ndarray, offset: int = 0) -> None:
+        """Fill the contiguous `out` with the bytes of a tensor from `offset` on. Safe to call from several threads.
+
+        Raises:
+            KdjaxError: the file cannot be read, or ends before the tensor does: it changed after it was opened.
+        """
+        located = self.located[name]
+        rest = memoryview(out.reshape(-1).view(np.uint8))
+        position = located.entry.start + offset
+        while rest:
+            try:
+                count = os.preadv(self._source(located.file).descriptor, [rest], position)
+            except OSError as error:
+                raise KdjaxError(
+                    f"{located.file}: {located.stored_name} cannot be read ({error.strerror}): check the disk"
+                ) from None
+            if count == 0:
+                raise KdjaxError(
+                    f"{located.file}: {len(rest)} bytes of {located.stored_name} are missing, the file became shorter "
+                    "while it was read: download it again"
+                )
+            rest = rest[count:]
+            position += count
+
+    def _source(self, file: pathlib.Path) -> _Source:
+        # Two threads may both open a file here; the descriptor that loses is closed with its _Source.
+        if file not in self._open:
+            self._open.setdefault(file, _Source(file))
+        return self._open[file]
 
     def read(self, name: str) -> np.ndarray:
-        handle, stored_name = self._sources[name]
-        return handle.get_tensor(stored_name)
-
-    def check(self, expected: dict[str, Stored]) -> None:
-        """Compare names, shapes and dtypes with `expected` and report every difference in one error."""
-        both = sorted(expected.keys() & self.tensors.keys())
-        problems = {
-            "missing": sorted(expected.keys() - self.tensors.keys()),
-            "unexpected": sorted(self.tensors.keys() - expected.keys()),
-            "of another shape": [
-                f"{name} is {list(self.tensors[name].shape)}, expected {list(expected[name].shape)}"
-                for name in both
-                if self.tensors[name].shape != expected[name].shape
-            ],
-            "of another dtype": [
-                f"{name} is {self.tensors[name].dtypes[0]}, expected {' or '.join(expected[name].dtypes)}"
-                for name in both
-                if self.tensors[name].dtypes[0] not in expected[name].dtypes
-            ],
-        }
-        if found := [f"{len(names)} {kind} ({_some(names)})" for kind, names in problems.items() if names]:
-            raise KdjaxError(
-                f"{self.folder} does not hold what its config.json describes: tensors {'; '.join(found)}: "
-                "use config.json and weights of one revision"
-            )
-
-
-def _some(names: list[str], limit: int = 6) -> str:
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+        """One whole tensor."""
+        stored = self.tensors[name]
+        out = np.empty(stored.shape, DTYPES[stored.dtypes[0]])
+        self.read_into(name, out)
+        return out
 
 
 def sha256(folder: str | pathlib.Path) -> str:
     """One hash over `config.json` and every weight file of a checkpoint, to tell revisions of one name apart."""
     folder = pathlib.Path(folder)
-    shards, _ = _shards(folder)
+    weights, _ = shards(folder)
     total = hashlib.sha256()
-    for path in (folder / "config.json", *shards):
+    for path in (folder / "config.json", *weights):
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()

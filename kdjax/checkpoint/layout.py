@@ -18,19 +18,32 @@ from kdjax.errors import KdjaxError
 
 DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BOOL": np.dtype(np.bool_),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I16": np.dtype(np.int16),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32),
+    "U64": np.dtype(np.uint64),
+    "U8": np.dtype(np.uint8),
 }
 
 
 class Stored(NamedTuple):
-    """Shape and safetensors dtype of one tensor; the first dtype is the one that is written."""
+    """Shape and safetensors dtype of one tensor; the first dtype is the one that is written.
+
+    `value` is the content where the config determines it (`weight_shape`).
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
+    value: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +78,7 @@ class Leaf(NamedTuple):
         return {
             f"{module}.weight_packed": Stored((rows, -(-columns // 8)), ("I32",)),
             f"{module}.weight_scale": Stored((rows, columns // self.int4.group_size), ("BF16",)),
-            f"{module}.weight_shape": Stored((2,), ("I32", "I64")),
+            f"{module}.weight_shape": Stored((2,), ("I32", "I64"), value=self.shape),
         }
 
 

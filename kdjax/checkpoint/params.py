@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding, Sharding
 
-from kdjax.checkpoint.files import TensorFolder
-from kdjax.checkpoint.layout import Leaf, Stored
+from kdjax.checkpoint.files import TensorFolder, listed
+from kdjax.checkpoint.layout import DTYPES, Leaf, Stored
+from kdjax.checkpoint.progress import Monitor
+from kdjax.checkpoint.stream import Part, stream
+from kdjax.checkpoint.values import check_scales, check_weights
 from kdjax.errors import KdjaxError
 from kdjax.model.experts import place_experts
 from kdjax.model.int4 import Int4
 from kdjax.model.runtime import Runtime
 
 Params = dict[str, Any]
-
-# One program per shape instead of a dozen eager ones: compiling those dominated the start of a small model.
-_place = jax.jit(place_experts, static_argnums=1)
 
 
 def expected_tensors(leaves: Sequence[Leaf], prefix: str = "") -> dict[str, Stored]:
@@ -34,52 +34,111 @@ def expected_tensors(leaves: Sequence[Leaf], prefix: str = "") -> dict[str, Stor
     }
 
 
-def _gather(files: TensorFolder, leaf: Leaf, suffix: str) -> np.ndarray:
-    if not leaf.stacked:
-        return files.read(leaf.modules[0] + suffix)
-    first = files.read(leaf.modules[0] + suffix)
-    # Filled in place: a layer of routed experts is gigabytes, and np.stack would hold it twice.
-    out = np.empty((len(leaf.modules), *first.shape), first.dtype)
-    for i, module in enumerate(leaf.modules):
-        out[i] = files.read(module + suffix)
-    return out
+def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
+    return functools.reduce(lambda node, key: node[key], path, tree)
 
 
-def _load_leaf(files: TensorFolder, leaf: Leaf, runtime: Runtime) -> jax.Array | Int4:
-    if leaf.bias:
-        return jnp.asarray(_gather(files, leaf, ".e_score_correction_bias"))
+def _parts(files: TensorFolder, leaf: Leaf, runtime: Runtime, sharding: Any) -> list[Part]:
+    """The arrays that `leaf` is loaded as: one, or words and scales."""
+
+    def part(suffix: str, dtype: np.dtype | None, sharding: Sharding, check: Any) -> Part:
+        names = tuple(f"{module}.{suffix}" for module in leaf.modules)
+        tensor = files.tensors[names[0]]
+        shape = (len(names), *tensor.shape) if leaf.stacked else tensor.shape
+        # int32 is what the words are stored as; what they hold are eight unsigned nibbles.
+        stored = np.dtype(np.uint32) if suffix == "weight_packed" else DTYPES[tensor.dtypes[0]]
+        return Part(names, leaf.stacked, shape, stored, dtype or stored, sharding, check)
+
     if leaf.int4 is None:
-        return jnp.asarray(_gather(files, leaf, ".weight").astype(runtime.dtype))
-    for module in leaf.modules:
-        shape = tuple(files.read(f"{module}.weight_shape").tolist())
-        if shape != leaf.shape:
-            raise KdjaxError(
-                f"{files.folder}: {module}.weight_shape says {list(shape)}, config.json {list(leaf.shape)}: "
-                "use config.json and weights of one revision"
-            )
-    weight = Int4(
-        packed=jnp.asarray(_gather(files, leaf, ".weight_packed").view(np.uint32)),
-        scale=jnp.asarray(_gather(files, leaf, ".weight_scale")),
-        columns=leaf.shape[1],
-        group_size=leaf.int4.group_size,
-    )
-    return _place(weight, runtime)
+        dense = sharding.packed if isinstance(sharding, Int4) else sharding
+        if leaf.bias:
+            return [part("e_score_correction_bias", None, dense, check_weights)]
+        return [part("weight", np.dtype(runtime.dtype), dense, check_weights)]
+    packed, scale = (sharding.packed, sharding.scale) if isinstance(sharding, Int4) else (sharding, sharding)
+    return [part("weight_packed", None, packed, None), part("weight_scale", None, scale, check_scales)]
 
 
-def load_params(files: TensorFolder, leaves: Sequence[Leaf], runtime: Runtime) -> Params:
+def _uncuttable(leaf: Leaf, parts: Sequence[Part]) -> list[str]:
+    """Why the shardings do not fit, if they do not."""
+    for part in parts:
+        try:
+            part.sharding.shard_shape(part.shape)
+        except ValueError:
+            what = f"{part.names[0]} {list(part.shape)}"
+            if isinstance(part.sharding, NamedSharding):
+                mesh = ", ".join(f"{axis}={size}" for axis, size in part.sharding.mesh.shape.items())
+                return [f"{what} cannot be cut evenly as {part.sharding.spec} over the mesh {mesh}"]
+            return [f"{what} cannot be cut evenly by {part.sharding}"]
+    if leaf.int4 is None:
+        return []
+    (*lead, words), (*scale_lead, groups) = (part.sharding.shard_shape(part.shape) for part in parts)
+    if lead != scale_lead or words * 8 != groups * leaf.int4.group_size:
+        return [
+            f"{parts[0].names[0]} would be cut into {[*lead, words * 8]} and its scales into those of "
+            f"{[*scale_lead, groups * leaf.int4.group_size]}: a scale must lie where its group of weights is"
+        ]
+    return []
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _place(weight: Int4, runtime: Runtime, sharding: Sharding) -> Any:
+    """On the shard that owns it. One program per shape: compiling a dozen eager ones dominated small models."""
+    place = functools.partial(place_experts, runtime=runtime)
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
+        place = jax.shard_map(place, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return place(weight)
+
+
+def _assemble(leaf: Leaf, arrays: Sequence[jax.Array], runtime: Runtime) -> Any:
+    if leaf.int4 is None:
+        return arrays[0]
+    packed, scale = arrays
+    if runtime.expert_weights == "packed":
+        return Int4(packed, scale, leaf.shape[1], leaf.int4.group_size)
+    # Of one shard.
+    columns = min(leaf.shape[1], packed.sharding.shard_shape(packed.shape)[-1] * 8)
+    return _place(Int4(packed, scale, columns, leaf.int4.group_size), runtime, packed.sharding)
+
+
+def load_params(
+    files: TensorFolder,
+    leaves: Sequence[Leaf],
+    runtime: Runtime,
+    *,
+    shardings: Any = None,
+    monitor: Monitor | None = None,
+) -> Params:
     """The nested params: plain weights in `runtime.compute_dtype`, the router's bias in float32, and INT4
     as `runtime.expert_weights` says.
 
+    `files` must have been opened with `expected_tensors(leaves)`. `shardings` is a tree like the params of
+    `jax.sharding.Sharding` (an `Int4` of two for INT4 matrices); None puts everything on JAX's default device.
+
     Raises:
-        KdjaxError: tensors are missing, unexpected, or of another shape or dtype than `leaves` say (all in one error).
+        KdjaxError: arrays that their sharding does not cut evenly, all in one error, before any device memory is taken;
+            scales or weights that no quantiser or training could have written.
     """
-    files.check(expected_tensors(leaves))
+    monitor = monitor or Monitor()
+    here = jax.device_put(0).sharding
+    of_leaf = [
+        _parts(files, leaf, runtime, here if shardings is None else _at(shardings, leaf.path)) for leaf in leaves
+    ]
+    if problems := [p for leaf, parts in zip(leaves, of_leaf, strict=True) for p in _uncuttable(leaf, parts)]:
+        raise KdjaxError(f"{files.folder} cannot be split over the mesh: {listed(problems)}: choose another mesh")
     params: Params = {}
-    for leaf in leaves:
-        node: dict[Any, Any] = params
-        for key in leaf.path[:-1]:
-            node = node.setdefault(key, {})
-        node[leaf.path[-1]] = _load_leaf(files, leaf, runtime)
+    monitor.begin(sum(part.nbytes for parts in of_leaf for part in parts))
+    try:
+        arrays = stream(files, [part for parts in of_leaf for part in parts], monitor)
+        for leaf, parts in zip(leaves, of_leaf, strict=True):
+            made = [next(arrays) for _ in parts]
+            with monitor.arranging():
+                node: dict[Any, Any] = params
+                for key in leaf.path[:-1]:
+                    node = node.setdefault(key, {})
+                node[leaf.path[-1]] = jax.block_until_ready(_assemble(leaf, made, runtime))
+    finally:
+        monitor.end()
     return params
 
 

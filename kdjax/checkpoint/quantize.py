@@ -58,7 +58,7 @@ def quantize_folder(
         raise KdjaxError(f"{source} is INT4 already (quantization_config in config.json): give the bf16 checkpoint")
     form = Int4Config(group_size=group_size)
     leaves = list(target_leaves(config, lambda module: None))
-    TensorFolder(source, prefix=WRAPPER_PREFIX, skip=VISION).check(expected_tensors(leaves))
+    TensorFolder(source, prefix=WRAPPER_PREFIX, skip=VISION, expected=expected_tensors(leaves))
     experts = [leaf for leaf in target_leaves(config, lambda module: form) if leaf.int4]
     packed = {f"{module}.weight": leaf for leaf in experts for module in leaf.modules}
 

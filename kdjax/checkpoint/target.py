@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 from kdjax.checkpoint.files import TensorFolder
 from kdjax.checkpoint.hf_config import Quantization, read_model_config, read_quantization, write_model_config
 from kdjax.checkpoint.layout import Leaf, is_ignored, target_leaves
 from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_params
+from kdjax.checkpoint.progress import Monitor
 from kdjax.checkpoint.writer import by_size, write_folder
 from kdjax.config import Int4Config, ModelConfig
 from kdjax.errors import KdjaxError
@@ -47,21 +50,32 @@ def _leaves(config: ModelConfig, quantization: Quantization | None) -> list[Leaf
     return leaves
 
 
-def load_target(path: str | pathlib.Path, runtime: Runtime) -> Target:
-    """Read config and weights, one leaf of the params in memory at a time.
+def load_target(
+    path: str | pathlib.Path,
+    runtime: Runtime,
+    *,
+    shardings: Callable[[ModelConfig], Any] | None = None,
+    monitor: Monitor | None = None,
+) -> Target:
+    """Verify a checkpoint, then read it in chunks, every byte once, to the devices that `shardings` says.
+
+    `shardings` makes a tree like the params of `jax.sharding.Sharding` (an `Int4` of two for INT4 matrices); None puts
+    everything on JAX's default device. `monitor` is told of the progress (`kdjax.checkpoint.ProgressBar`).
 
     Routed experts are stacked `[E, out, in]`; INT4 stays packed unless `runtime.expert_weights` asks to expand it.
     Other weights take `runtime.compute_dtype` once, here; the router's `e_score_correction_bias` stays float32. With
     `runtime.layout` "fused" all are then rearranged, which takes the memory of the model once more.
 
     Raises:
-        KdjaxError: an unsupported config, or files that are absent, damaged or not what the config describes.
+        KdjaxError: an unsupported config; or files that are absent, damaged or not what the config describes, all
+            such findings in one error. Only NaN and absurd values are found later, while weights are read.
     """
     folder = pathlib.Path(path)
     config = read_model_config(folder)
     leaves = _leaves(config, read_quantization(folder))
-    files = TensorFolder(folder, prefix=WRAPPER_PREFIX, skip=VISION)
-    params = k2.arrange(load_params(files, leaves, runtime), config, runtime)
+    files = TensorFolder(folder, prefix=WRAPPER_PREFIX, skip=VISION, expected=expected_tensors(leaves))
+    placed = None if shardings is None else shardings(config)
+    params = k2.arrange(load_params(files, leaves, runtime, shardings=placed, monitor=monitor), config, runtime)
     return Target(config, params, files.skipped)
 
 
