@@ -15,6 +15,7 @@ from kdjax.errors import KdjaxError
 VERBS = {
     "bundle": "make and check golden bundles",
     "generate": "continue prompts with speculative decoding",
+    "plan": "memory and time on a mesh, without its devices",
     "quantize": "make an INT4 checkpoint of a bf16 one",
     "synth": "write a checkpoint of random weights at any scale",
 }

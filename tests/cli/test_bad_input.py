@@ -131,6 +131,7 @@ def test_help_and_bad_input_do_not_import_jax():
         ["synth", "--help"],
         ["quantize", "--help"],
         ["bundle", "check", "--help"],
+        ["plan", "--help"],
         ["generate", "x", "--budget", "-1"],
         ["generate", "--print-config"],
     ):

@@ -1,0 +1,115 @@
+"""Tell, without a GPU, whether a model fits on a mesh and what a step of speculative decoding costs there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kdjax.cli import options
+from kdjax.cli.interrupt import Interrupt
+from kdjax.cli.start import configure_jax
+from kdjax.config import Cluster, ModelPair, load
+
+if TYPE_CHECKING:
+    from kdjax.plan import Plan
+
+DEFINITION = (
+    "Floor: every needed byte read once, at the device's measured rate; experts chosen uniformly and independently. "
+    "Acceptance: tokens per round and stream, bonus included."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="configs/models/NAME.toml or a checkpoint folder")
+    parser.add_argument("--mesh", type=Path, required=True, metavar="FILE", help="configs/meshes/NAME.toml")
+    parser.add_argument("--drafter", type=Path, metavar="FOLDER", help="drafter of a checkpoint folder")
+    count = options.at_least(1)
+    parser.add_argument("--context", type=count, default=32768, metavar="N", help="tokens per stream, %(default)s")
+    parser.add_argument("--streams", type=count, default=1, metavar="N", help="streams at once, default %(default)s")
+    parser.add_argument(
+        "--budget", type=options.at_least(0), default=7, metavar="N", help="tree nodes, %(default)s; 0: no drafts"
+    )
+    parser.add_argument(
+        "--acceptance", type=_numbers, metavar="A,B", help="tokens per round to state tok/s for, default 2,3,4,5"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
+    cluster = load(Cluster, args.mesh)
+    pair = None if args.model.is_dir() else load(ModelPair, args.model)
+    configure_jax(compilation_cache=False)
+    from kdjax import plan
+    from kdjax.checkpoint import read_drafter_config, read_model_config
+
+    if pair is None:
+        drafter = read_drafter_config(args.drafter) if args.drafter else None
+        pair = ModelPair(target=read_model_config(args.model), drafter=drafter)
+    found = plan.plan(pair, cluster, plan.Workload(args.context, args.streams, args.budget))
+    acceptance = args.acceptance or ((2.0, 3.0, 4.0, 5.0) if args.budget else (1.0,))
+    if args.json:
+        print(json.dumps(found.as_json(acceptance)))
+    else:
+        _show(found, acceptance, Console(highlight=False))
+    return 0
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (0.0,)
+    if not all(1 <= value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1 such as 3,4.5, not {text!r}")
+    return values
+
+
+def _show(plan: Plan, acceptance: tuple[float, ...], console: Console) -> None:
+    held, step = plan.memory, plan.step
+    n = plan.workload
+    streams = f"{n.streams} stream{'s' * (n.streams > 1)}"
+    console.print(
+        f"{plan.mesh.devices} x {plan.device.kind}, {streams} of {n.context} tokens, "
+        f"{n.tokens} tokens per step (budget {n.budget})"
+    )
+    memory = {f"target {name}": size for name, size in held.target.items()}
+    memory |= {"drafter": sum(held.drafter.values())} if held.drafter else {}
+    memory |= {"KV cache": held.kv_cache} | ({"drafter cache": held.drafter_cache} if held.drafter else {})
+    memory |= {"workspace (estimate)": held.workspace, "total": held.total, "headroom": plan.headroom}
+    console.print(_table("memory of a device", memory))
+    console.print(_table("read in a step, busiest device", step.reads | {"total": step.bytes}))
+    busiest = f", on the busiest device {step.experts_read:.1f}" if plan.mesh.expert > 1 else ""
+    console.print(f"distinct experts per layer: {step.distinct_experts:.1f}{busiest}")
+    exchanges = step.all_reduce_ms(plan.device)
+    known = "not measured" if exchanges is None else f"{exchanges:.2f} ms"
+    console.print(f"floor {plan.floor_ms:.2f} ms per step; all-reduces {known}")
+    console.print(
+        f"autoregressive floor {plan.plain.floor_ms(plan.device):.2f} ms: speculation pays from {plan.break_even:.2f} "
+        "tokens per round"
+    )
+    rates = Table("acceptance", "tok/s at the floor", "tok/s with all-reduces", box=box.SIMPLE_HEAD, pad_edge=False)
+    for rate in map(plan.rate, acceptance):
+        total = "-" if rate.with_all_reduce is None else f"{rate.with_all_reduce:.0f}"
+        rates.add_row(f"{rate.acceptance:g}", f"{rate.floor:.0f}", total)
+    console.print(rates)
+    console.print(DEFINITION, style="dim")
+    room = f"{plan.device.memory_gb:g} GB"
+    if plan.fits:
+        console.print(f"fits: {plan.headroom / 1e9:.1f} GB of {room} are left", style="green")
+    else:
+        console.print(f"DOES NOT FIT: {-plan.headroom / 1e9:.1f} GB too much for {room}", style="red")
+
+
+def _table(title: str, rows: dict[str, int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(title, no_wrap=True)
+    table.add_column("GB", justify="right")
+    for name, size in rows.items():
+        table.add_row(name.replace("_", " "), f"{size / 1e9:.3f}")
+    return table
