@@ -15,8 +15,12 @@ from kdjax.model import rope
 from kdjax.model.linear import Linear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
+from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.tree_attention import Plan, tree_attention
 from pallas_kernels.tree_attention.reference import visibility
+
+PREFILL_TOKENS = 256
+"""Tokens of a chain from which on materialised keys and values are less work than absorbed attention."""
 
 
 class Step(NamedTuple):
@@ -59,7 +63,12 @@ class MLA(nnx.Module):
         k_rope = rope.rotate_interleaved(compressed[..., c.kv_lora_rank :], step.cos, step.sin)
         rows = kv.append(rows, jnp.concatenate([latent, k_rope], axis=-1), step.lengths)
 
-        attend = self.absorbed if self.runtime.mla == "absorbed" else self.materialised
+        if self.runtime.mla == "materialised":
+            attend = self.materialised
+        elif self.runtime.backend != "xla" and step.ancestors is None and x.shape[1] >= PREFILL_TOKENS:
+            attend = self.prefill
+        else:
+            attend = self.absorbed
         out = attend(q_nope, q_rope, rows, step)
         return self.o_proj(out.reshape(*x.shape[:2], -1)), rows
 
@@ -100,6 +109,24 @@ class MLA(nnx.Module):
             shared=step.plan,
         )
         return per_head(o_latent, w, 2)[..., nope:]
+
+    def prefill(
+        self,
+        q_nope: Float[Array, "slots q heads nope"],
+        q_rope: Float[Array, "slots q heads rope"],
+        rows: Float[Array, "slots rows width"],
+        step: Step,
+    ) -> Float[Array, "slots q heads v"]:
+        """A prompt's chunk: keys and values of every head for one segment of the prefix at a time."""
+        return prefill_attention(
+            q_nope,
+            q_rope,
+            rows,
+            step.lengths,
+            self.up_projections(),
+            scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
+            backend=self.runtime.backend,
+        )
 
     def materialised(
         self,

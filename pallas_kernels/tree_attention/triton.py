@@ -7,7 +7,6 @@ picture and the reasons.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.numerics import precision
+from pallas_kernels.tiles import LOG2_E, LOWEST_PEAK, UNSEEN, dot, exp2, load, tile
 from pallas_kernels.tree_attention.schedule import WORD_BITS, Plan
-
-LOG2_E = math.log2(math.e)
-UNSEEN = -1e30
-LOWEST_PEAK = -1e29  # above UNSEEN: where nothing is seen the weights are exp2(UNSEEN - LOWEST_PEAK) = 0
-SMALLEST_DOT = 16
 
 
 def partial(
@@ -57,9 +51,9 @@ def partial(
         cache_rows,
         *masks,
     )
-    columns = min(config.merge_columns, _tile(rank))
+    columns = min(config.merge_columns, tile(rank))
     out, lse = pl.pallas_call(
-        functools.partial(_merge, columns=columns, parts=min(config.merge_parts, _tile(programs))),
+        functools.partial(_merge, columns=columns, parts=min(config.merge_parts, tile(programs))),
         grid=(query_rows, pl.cdiv(rank, columns), slots),
         out_shape=(
             jax.ShapeDtypeStruct((slots, query_rows, rank), q_latent.dtype),
@@ -77,18 +71,18 @@ def _attend(table, lengths, q_latent, q_rope, cache, *refs, q, heads, config, sc
     *masks, acc_ref, stats_ref = refs
     query_rows, rank = q_latent.shape[1:]
     cache_rows, rope = cache.shape[1], q_rope.shape[2]
-    block, tile = config.block, config.rows
+    block, row_count = config.block, config.rows
     row_tile, program = pl.program_id(0), pl.program_id(1)
     slot, first, end = table[program, 0], table[program, 1], table[program, 2]
 
     @pl.when(end > first)
     def _():
         length = lengths[slot]
-        row = row_tile * tile + jnp.arange(tile, dtype=jnp.int32)
+        row = row_tile * row_count + jnp.arange(row_count, dtype=jnp.int32)
         loaded = jnp.minimum(row, query_rows - 1)
         token = loaded // heads
-        ql = _load(q_latent, slot, loaded, 0, rank)
-        qr = _load(q_rope, slot, loaded, 0, rope)
+        ql = load(q_latent, (slot,), loaded, (), 0, rank)
+        qr = load(q_rope, (slot,), loaded, (), 0, rope)
         # before the loop: a load of a word inside it would be pipelined too, through shared memory
         words = [plgpu.load(ref.at[slot, token, w]) for ref in masks for w in range(ref.shape[2])]
 
@@ -108,29 +102,29 @@ def _attend(table, lengths, q_latent, q_rope, cache, *refs, q, heads, config, sc
             acc, peak, total = carry
             j = i * block + jnp.arange(block, dtype=jnp.int32)
             held = jnp.minimum(j, cache_rows - 1) if masked and cache_rows % block else j
-            latent = _load(cache, slot, held, 0, rank).astype(ql.dtype)
-            key_rope = _load(cache, slot, held, rank, rope).astype(ql.dtype)
+            latent = load(cache, (slot,), held, (), 0, rank).astype(ql.dtype)
+            key_rope = load(cache, (slot,), held, (), rank, rope).astype(ql.dtype)
             scores = _scores(ql, qr, latent, key_rope, i, end, scale, config.split_scores)
             if masked:
                 scores = jnp.where(seen(j), scores, UNSEEN)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-            keep = _exp2(peak - new_peak, interpret)
-            weight = _exp2(scores - new_peak[:, None], interpret)
+            keep = exp2(peak - new_peak, interpret)
+            weight = exp2(scores - new_peak[:, None], interpret)
             total = total * keep + jnp.sum(weight, axis=1)
-            acc = acc * keep[:, None] + _dot(weight.astype(latent.dtype), latent)
+            acc = acc * keep[:, None] + dot(weight.astype(latent.dtype), latent)
             return acc, new_peak, total
 
         carry = (
-            jnp.zeros((tile, _tile(rank)), jnp.float32),
-            jnp.full((tile,), LOWEST_PEAK, jnp.float32),
-            jnp.zeros((tile,), jnp.float32),
+            jnp.zeros((row_count, tile(rank)), jnp.float32),
+            jnp.full((row_count,), LOWEST_PEAK, jnp.float32),
+            jnp.zeros((row_count,), jnp.float32),
         )
         committed = jnp.clip(length, 0, cache_rows) // block
         unmasked = jnp.clip(committed, first, end)
         carry = lax.fori_loop(first, unmasked, functools.partial(step, masked=False), carry)
         acc, peak, total = lax.fori_loop(unmasked, end, functools.partial(step, masked=True), carry)
 
-        column = jnp.arange(_tile(rank), dtype=jnp.int32)
+        column = jnp.arange(tile(rank), dtype=jnp.int32)
         inside = (row < query_rows)[:, None] & (column < rank)[None, :]
         plgpu.store(acc_ref.at[program, row[:, None], column[None, :]], acc, mask=inside)
         plgpu.store(stats_ref.at[program, 0, row], peak, mask=row < query_rows)
@@ -174,40 +168,8 @@ def _scores(ql, qr, latent, key_rope, i, end, scale, split):
     which hides the chain: each warp then computes its own columns.
     """
     if not split:
-        return (_dot(ql, latent.T) + _dot(qr, key_rope.T)) * scale
-    by_latent, by_rope = _dot(ql, latent.T), _dot(qr, key_rope.T)
+        return (dot(ql, latent.T) + dot(qr, key_rope.T)) * scale
+    by_latent, by_rope = dot(ql, latent.T), dot(qr, key_rope.T)
     return lax.cond(
         i < end, lambda: by_latent * scale + by_rope * scale, lambda: by_latent * (2 * scale) + by_rope * (2 * scale)
     )
-
-
-def _dot(a, b):
-    return jnp.dot(a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
-
-
-def _exp2(x, interpret):
-    """The hardware's approximation: XLA's exp2 adds a treatment of subnormal results that weights have no use for."""
-    if interpret:
-        return jnp.exp2(x)
-    (y,) = plgpu.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=(x,),
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return y
-
-
-def _load(ref, slot, rows, start, size):
-    """ref[slot, rows, start : start + size], padded with zeros to what a dot can take."""
-    column = jnp.arange(_tile(size), dtype=jnp.int32)
-    at = ref.at[slot, rows[:, None], start + column[None, :]]
-    if size == _tile(size):
-        return plgpu.load(at)
-    mask = jnp.broadcast_to((column < size)[None, :], (rows.shape[0], _tile(size)))
-    return plgpu.load(at, mask=mask, other=0.0)
-
-
-def _tile(size: int) -> int:
-    return max(SMALLEST_DOT, pl.next_power_of_2(size))

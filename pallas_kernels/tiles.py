@@ -1,0 +1,50 @@
+"""What the Triton kernels share: padded tile loads, products and exponentials."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.numerics import precision
+
+LOG2_E = math.log2(math.e)
+UNSEEN = -1e30
+LOWEST_PEAK = -1e29  # above UNSEEN: where nothing is seen the weights are exp2(UNSEEN - LOWEST_PEAK) = 0
+SMALLEST_DOT = 16
+
+
+def tile(size: int) -> int:
+    """The smallest size that a dot can take and that holds `size`."""
+    return max(SMALLEST_DOT, pl.next_power_of_2(size))
+
+
+def load(ref, before, rows, between, start, size):
+    """ref[*before, rows, *between, start : start + size], padded with zeros to `tile(size)` columns."""
+    column = jnp.arange(tile(size), dtype=jnp.int32)
+    at = ref.at[(*before, rows[:, None], *between, start + column[None, :])]
+    if size == tile(size):
+        return plgpu.load(at)
+    mask = jnp.broadcast_to((column < size)[None, :], (rows.shape[0], tile(size)))
+    return plgpu.load(at, mask=mask, other=0.0)
+
+
+def dot(a, b):
+    return jnp.dot(a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def exp2(x, interpret):
+    """The hardware's approximation: XLA's exp2 adds a treatment of subnormal results that weights have no use for."""
+    if interpret:
+        return jnp.exp2(x)
+    (y,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=(x,),
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return y
