@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kdjax.checkpoint import Drafter, Target
 from kdjax.config import DecodeConfig, ModelPair
@@ -18,10 +19,10 @@ from kdjax.decode import loop
 from kdjax.decode.completion import Commit, Completion, FinishReason, Statistics, Timings
 from kdjax.decode.drafting import DFlash, Drafting, Params
 from kdjax.decode.request import MAX_STOP_TOKENS, Request, check_request
-from kdjax.decode.state import DecodeState, Reason, empty_state
+from kdjax.decode.state import DecodeState, Reason
 from kdjax.errors import KdjaxError
-from kdjax.model.cache import KVCache
 from kdjax.model.runtime import Runtime
+from kdjax.sharding import make_mesh, shardings
 from kdjax.tree import candidates
 
 _FIRST_ROUNDS = 2
@@ -70,11 +71,14 @@ class Decoder:
         slots: streams that run at once.
         context: most tokens (prompt and new) per stream; default is the target's max_position_embeddings.
         drafting: another drafter for the loop than DFlash.
+        mesh: the devices of `runtime.mesh`; default is `kdjax.sharding.make_mesh` of it. Params that do not lie there
+            yet are put there.
 
     `params` may be replaced by weights of the same shapes and types; nothing is compiled again.
 
     Raises:
-        KdjaxError: the drafter does not fit the target, is missing, or the budget is too large.
+        KdjaxError: the drafter does not fit the target, is missing, or the budget is too large; or the mesh does not
+            fit the model or the machine.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Decoder:
         slots: int = 1,
         context: int | None = None,
         drafting: Drafting | None = None,
+        mesh: Mesh | None = None,
     ):
         if slots < 1:
             raise KdjaxError(f"slots={slots} must be at least 1")
@@ -107,11 +112,19 @@ class Decoder:
         self.config, self.slots = config, slots
         self.context = limit if context is None else context
         self.chunk = min(config.prefill_chunk, self.context)
+        if mesh is None and runtime.mesh.devices > 1:
+            mesh = make_mesh(runtime.mesh)
         self.program = loop.Program(
-            target.config, runtime, config.mode, budget, config.sampling, drafting if budget else None
+            target.config, runtime, config.mode, budget, config.sampling, drafting if budget else None, mesh
         )
-        self.params = Params(target.params, drafter.params if drafter is not None and budget else None)
+        self.params = self.place(Params(target.params, drafter.params if drafter is not None and budget else None))
         self._compiled: dict[int, _Compiled] = {}
+
+    def place(self, params: Params) -> Params:
+        """`params` on the mesh, split as its program takes them; as they are on one device."""
+        if self.program.mesh is None:
+            return params
+        return jax.device_put(params, shardings(self.program.param_specs(params), self.program.mesh))
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Commit]:
         """Committed tokens as they come. A free slot takes the next waiting request.
@@ -213,17 +226,17 @@ class Decoder:
         return min(power, -(-self.context // 64) * 64)
 
     def _empty(self, capacity: int) -> DecodeState:
-        p = self.program
-        cache = KVCache.empty(p.model, self.slots, capacity, 1 + p.budget, p.runtime.cache_dtype)
-        drafter = None if p.drafting is None else p.drafting.empty(self.slots, capacity)
-        return empty_state(cache, drafter, self.slots, capacity, p.depth)
+        make = functools.partial(self.program.empty_state, self.slots, capacity)
+        if self.program.mesh is None:
+            return make()
+        specs = self.program.state_specs(jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings(specs, self.program.mesh))()
 
     def _compile(self, capacity: int, state: DecodeState) -> _Compiled:
         if capacity not in self._compiled:
             scalar = np.int32(0)
             chunk = np.zeros(self.chunk, np.int32)
-            none = jnp.zeros((), jnp.int32)
-            admission = loop.Admission(none, none, jnp.uint32(0), jnp.zeros(MAX_STOP_TOKENS, jnp.int32))
+            admission = loop.Admission(scalar, scalar, np.uint32(0), np.zeros(MAX_STOP_TOKENS, np.int32))
             self._compiled[capacity] = _Compiled(
                 loop.prefill.lower(
                     self.program, self.params, state, scalar, chunk, scalar, scalar, np.bool_(True), admission
@@ -239,9 +252,7 @@ class Decoder:
         stops = sorted(set(request.stop_token_ids))
         stop[: len(stops)] = stops
         budget = self.program.budget if request.budget is None else min(request.budget, self.program.budget)
-        admission = loop.Admission(
-            jnp.int32(request.max_new_tokens), jnp.int32(budget), jnp.uint32(request.seed), jnp.asarray(stop)
-        )
+        admission = loop.Admission(np.int32(request.max_new_tokens), np.int32(budget), np.uint32(request.seed), stop)
         size, prompt = self.chunk, np.asarray(request.prompt_ids, np.int32)
         report = None
         for start in range(0, len(prompt), size):

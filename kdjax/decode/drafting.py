@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
@@ -12,6 +13,7 @@ from kdjax.config import DrafterConfig, ModelConfig
 from kdjax.decode.state import DecodeState
 from kdjax.model import k2
 from kdjax.model.runtime import Runtime
+from kdjax.sharding import Rule, draft_cache_rules, drafter_rules
 
 
 class Params(NamedTuple):
@@ -35,12 +37,22 @@ class Drafting(Protocol):
         """Target layers whose residual output `append` receives, in this order."""
         ...
 
+    @property
+    def param_rules(self) -> Sequence[Rule]:
+        """How `Params.drafter` is split over a mesh (`kdjax.sharding`)."""
+        ...
+
+    @property
+    def state_rules(self) -> Sequence[Rule]:
+        """How the state made by `empty` is split over a mesh."""
+        ...
+
     def empty(self, slots: int, capacity: int) -> Any:
         """The drafter's own state for `slots` streams of up to `capacity` tokens; None if it keeps none."""
         ...
 
     def propose(self, params: Params, state: DecodeState) -> Float[Array, "slots depth vocab"]:
-        """Draft logits for the tokens after `state.bonus`."""
+        """Draft logits for the tokens after `state.bonus`; on a mesh, of this device's part of the vocabulary."""
         ...
 
     def append(
@@ -70,6 +82,14 @@ class DFlash:
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
+
+    @property
+    def param_rules(self) -> Sequence[Rule]:
+        return drafter_rules(self.config, self.runtime.mesh)
+
+    @property
+    def state_rules(self) -> Sequence[Rule]:
+        return draft_cache_rules(self.runtime.mesh)
 
     def empty(self, slots: int, capacity: int) -> dflash.DraftCache:
         return dflash.DraftCache.empty(self.config, slots, capacity, self.runtime.cache_dtype)

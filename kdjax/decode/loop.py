@@ -1,28 +1,36 @@
 """The decode loop as jitted programs: prefill of one prompt chunk, and rounds of draft, verify, accept, commit.
 
-Nothing in here leaves the device. Autoregressive and chain decoding are the same program with a smaller tree.
+Nothing in here leaves the device. Autoregressive and chain decoding are the same program with a smaller tree. On a mesh
+the whole program runs inside one `jax.shard_map`; every device goes through the same rounds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kdjax import tree as ddtree
 from kdjax.config import ModelConfig, Sampling
 from kdjax.config.decode import Mode
+from kdjax.config.mesh import Axes
 from kdjax.decode.drafting import Drafting, Params
-from kdjax.decode.sampling import sample
-from kdjax.decode.state import DecodeState, Reason
+from kdjax.decode.sampling import largest, sample
+from kdjax.decode.state import DecodeState, Reason, empty_state, state_rules
 from kdjax.model import cache as kv
 from kdjax.model import k2
+from kdjax.model.cache import KVCache
 from kdjax.model.runtime import Runtime
+from kdjax.sharding import kv_cache_rules, partition, target_specs
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +44,8 @@ class Program:
     budget: int
     sampling: Sampling
     drafting: Drafting | None
+    mesh: Mesh | None = None
+    """The devices of `runtime.mesh`; None is one device."""
 
     @property
     def depth(self) -> int:
@@ -45,6 +55,34 @@ class Program:
     @property
     def taps(self) -> tuple[int, ...]:
         return () if self.drafting is None else self.drafting.taps
+
+    @property
+    def vocabulary_axes(self) -> Axes:
+        return self.runtime.mesh.model_axes
+
+    def empty_state(self, slots: int, capacity: int) -> DecodeState:
+        """All slots free, with room for `capacity` tokens each; arrays are whole, whatever the mesh."""
+        cache = KVCache.empty(self.model, slots, capacity, 1 + self.budget, self.runtime.cache_dtype)
+        drafter = None if self.drafting is None else self.drafting.empty(slots, capacity)
+        return empty_state(cache, drafter, slots, capacity, self.depth)
+
+    def param_specs(self, params: Params) -> Params:
+        """PartitionSpecs in the place of the arrays, or shape structs, of `params`.
+
+        Raises:
+            KdjaxError: the mesh cannot cut one of them evenly.
+        """
+        mesh, drafting = self.runtime.mesh, self.drafting
+        drafter = params.drafter
+        if drafting is not None and drafter is not None:
+            drafter = partition(drafter, drafting.param_rules, mesh)
+        return Params(target_specs(params.target, self.model, mesh), drafter)
+
+    def state_specs(self, state: DecodeState) -> DecodeState:
+        """`param_specs` for the state."""
+        mesh, drafting = self.runtime.mesh, self.drafting
+        rules = state_rules(kv_cache_rules(mesh), () if drafting is None else drafting.state_rules)
+        return partition(state, rules, mesh)
 
 
 class Admission(NamedTuple):
@@ -66,6 +104,31 @@ class Report(NamedTuple):
     accepted_by_depth: Int[Array, "slots depth"]
 
 
+def on_mesh(
+    program: Program, function: Callable[..., T], params: Params, state: DecodeState, *args: Any, out_specs: Any
+) -> T:
+    """`function(params, state, *args)` inside `jax.shard_map` over the program's mesh, where it sees one device's part.
+
+    `args` are whole on every device. `out_specs` makes the PartitionSpecs of the result, or a tree prefix of them, from
+    those of the state.
+    """
+    if program.mesh is None:
+        return function(params, state, *args)
+    state_specs = program.state_specs(state)
+    whole = tuple(jax.tree.map(lambda _: PartitionSpec(), arg) for arg in args)
+    return jax.shard_map(
+        function,
+        mesh=program.mesh,
+        in_specs=(program.param_specs(params), state_specs, *whole),
+        out_specs=out_specs(state_specs),
+        check_vma=False,  # what is whole is so because every device computes it alike, from sums and gathers
+    )(params, state, *args)
+
+
+def _state_and_report(state_specs: DecodeState) -> tuple[DecodeState, PartitionSpec]:
+    return state_specs, PartitionSpec()
+
+
 def _choose(
     program: Program,
     logits: Float[Array, "slots rows vocab"],
@@ -73,8 +136,9 @@ def _choose(
     seeds: UInt32[Array, "slots"],
 ) -> Int[Array, "slots rows"]:
     """The target's token after each row, -1 (no token) where the logits have no finite maximum."""
-    chosen = sample(logits, positions + 1, seeds, program.sampling)
-    return jnp.where(jnp.isfinite(jnp.max(logits, -1)), chosen, -1)
+    axes = program.vocabulary_axes
+    chosen = sample(logits, positions + 1, seeds, program.sampling, axes)
+    return jnp.where(jnp.isfinite(largest(logits, axes)[..., 0]), chosen, -1)
 
 
 def _is_stop(tokens: Int[Array, "slots n"], stop: Int[Array, "slots stop_tokens"]) -> Bool[Array, "slots n"]:
@@ -101,6 +165,23 @@ def prefill(
 
     After the `last` chunk the slot has emitted its first token and runs, unless that token ended it.
     """
+    run = functools.partial(read_chunk, program)
+    args = (slot, tokens, start, n_valid, last, admission)
+    return on_mesh(program, run, params, state, *args, out_specs=_state_and_report)
+
+
+def read_chunk(
+    program: Program,
+    params: Params,
+    state: DecodeState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, "chunk"],
+    start: Int[Array, ""],
+    n_valid: Int[Array, ""],
+    last: Bool[Array, ""],
+    admission: Admission,
+) -> tuple[DecodeState, Report]:
+    """`prefill` on one device, or on one device's part."""
 
     def of_slot(x: Array) -> Array:
         return lax.dynamic_slice_in_dim(x, slot, 1)
@@ -158,6 +239,14 @@ def decode(
 
     `min_running` 1 runs every slot to its end; the number of running slots returns as soon as one is free.
     """
+    run = functools.partial(run_rounds, program)
+    return on_mesh(program, run, params, state, max_rounds, min_running, out_specs=_state_and_report)
+
+
+def run_rounds(
+    program: Program, params: Params, state: DecodeState, max_rounds: Int[Array, ""], min_running: Int[Array, ""]
+) -> tuple[DecodeState, Report]:
+    """`decode` on one device, or on one device's part."""
 
     def unfinished(carry: tuple[Array, DecodeState]) -> Bool[Array, ""]:
         done, state = carry
@@ -177,13 +266,13 @@ def draft(program: Program, params: Params, state: DecodeState) -> ddtree.Tree:
         return ddtree.root_only(state.bonus)
     logits = program.drafting.propose(params, state)
     build = ddtree.chain if program.mode == "chain" else ddtree.build
-    return build(logits, state.bonus, program.budget, state.budget)
+    return build(logits, state.bonus, program.budget, state.budget, program.vocabulary_axes)
 
 
 def verify(
     program: Program, params: Params, state: DecodeState, tree: ddtree.Tree
 ) -> tuple[k2.Forward, Float[Array, "slots rows vocab"]]:
-    """The target over root and nodes, and its logits at every row."""
+    """The target over root and nodes, and its logits (of this device's part of the vocabulary) at every row."""
     out = k2.forward(
         params.target,
         program.model,

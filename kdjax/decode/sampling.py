@@ -1,51 +1,65 @@
-"""Choosing the next token: temperature, filters and Gumbel-max with counter-based noise."""
+"""Choosing the next token: temperature, filters and Gumbel-max with counter-based noise.
+
+`axes` are those of the mesh over which the vocabulary is split in order of id; each device draws the noise of its own
+tokens, and only maxima, counts of candidates and their ids are exchanged. The choice is the same on every device.
+"""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kdjax.config import Sampling
+from kdjax.config.mesh import Axes
 from kdjax.decode.noise import gumbel
-from kdjax.tree.marginals import top_k
+from kdjax.model import parallel
+from kdjax.tree.marginals import log_normaliser, sharded_top_k, top_k
 
 _HEAD = 128
 """Tokens looked at first when cutting by mass."""
 
 
-def kept(scaled: Float[Array, "*rows vocab"], sampling: Sampling) -> Bool[Array, "*rows vocab"]:
+def _ids(x: Float[Array, "*rows vocab"], axes: Axes) -> Int[Array, "*rows vocab"]:
+    """Global token ids of this device's part."""
+    return lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) + x.shape[-1] * parallel.index(axes)
+
+
+def largest(x: Float[Array, "*rows vocab"], axes: Axes = ()) -> Float[Array, "*rows 1"]:
+    """The maximum of each row, NaN where it has one."""
+    # Gathered and not an all-reduce of maxima, which may lose a NaN.
+    return jnp.max(parallel.gather_last(jnp.max(x, axis=-1, keepdims=True), axes), axis=-1, keepdims=True)
+
+
+def kept(scaled: Float[Array, "*rows vocab"], sampling: Sampling, axes: Axes = ()) -> Bool[Array, "*rows vocab"]:
     """Tokens that pass every filter, each applied to p = softmax(logits / T); equal p are ordered by token id.
 
     top_k: the k most likely. top_p: the shortest prefix of that order whose mass reaches `top_p`.
     min_p: p of at least `min_p` times the largest p.
     """
     keep = jnp.ones(scaled.shape, bool)
-    vocab = scaled.shape[-1]
+    vocab = scaled.shape[-1] * parallel.parts(axes)
     by_rank = 0 < sampling.top_k < vocab
     by_mass = sampling.top_p < 1
     if by_rank or by_mass:
         # Infinite, not 1: rounded sums may reach 1 before the k-th token.
         mass = np.float32(sampling.top_p if by_mass else np.inf)
-        cut, cut_id = _last_of_prefix(scaled, sampling.top_k if by_rank else vocab, mass)
-        ids = lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
-        keep = (scaled > cut) | ((scaled == cut) & (ids <= cut_id))
+        cut, cut_id = _last_of_prefix(scaled, sampling.top_k if by_rank else vocab, mass, axes)
+        keep = (scaled > cut) | ((scaled == cut) & (_ids(scaled, axes) <= cut_id))
     if sampling.min_p > 0:
-        peak = jnp.max(scaled, axis=-1, keepdims=True)
-        keep &= scaled >= peak + np.float32(np.log(sampling.min_p))
+        keep &= scaled >= largest(scaled, axes) + np.float32(np.log(sampling.min_p))
     return keep
 
 
 def _last_of_prefix(
-    scaled: Float[Array, "*rows vocab"], length: int, mass: np.float32
+    scaled: Float[Array, "*rows vocab"], length: int, mass: np.float32, axes: Axes
 ) -> tuple[Float[Array, "*rows 1"], Int[Array, "*rows 1"]]:
     """Value and id of the last token of the shortest prefix of the order that reaches `mass`, at most `length` long."""
-    log_z = jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
+    log_z = log_normaliser(scaled, axes)[..., None]
 
     def within(width: int) -> tuple[Array, Array, Array]:
-        values, order = top_k(scaled, width)
+        values, order = sharded_top_k(scaled, width, axes) if axes else top_k(scaled, width)
         p = jnp.exp(values - log_z)
         before = jnp.cumsum(p, axis=-1) - p
         last = jnp.sum(before < mass, axis=-1, keepdims=True, dtype=jnp.int32) - 1
@@ -59,13 +73,14 @@ def _last_of_prefix(
     return lax.cond(reached, lambda: (cut, cut_id), lambda: within(length)[:2])
 
 
-def first_largest(x: Float[Array, "*rows vocab"]) -> Int[Array, "*rows"]:
+def first_largest(x: Float[Array, "*rows vocab"], axes: Axes = ()) -> Int[Array, "*rows"]:
     """argmax as int32 by two plain reductions: XLA's CPU backend runs an argmax one element at a time.
 
     Where a row has NaN the result is unspecified (its largest value is NaN, which callers look for).
     """
-    ids = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, x.shape[-1] - 1), axis=-1)
+    last = x.shape[-1] * parallel.parts(axes) - 1
+    own = jnp.min(jnp.where(x == largest(x, axes), _ids(x, axes), last), axis=-1, keepdims=True)
+    return jnp.min(parallel.gather_last(own, axes), axis=-1)
 
 
 def sample(
@@ -73,15 +88,17 @@ def sample(
     positions: Int[Array, "slots rows"],
     seeds: UInt32[Array, "slots"],
     sampling: Sampling,
+    axes: Axes = (),
 ) -> Int[Array, "slots rows"]:
     """The token for each row at the absolute `positions` it will take; lowest id on ties. Float32 logits.
 
     Work that the (static) sampling configuration does not need is not compiled in.
     """
     if sampling.temperature == 0:
-        return first_largest(logits)
+        return first_largest(logits, axes)
     scaled = logits / np.float32(sampling.temperature)
-    scores = scaled + gumbel(seeds, positions, jnp.arange(logits.shape[-1], dtype=jnp.int32))
+    own = jnp.arange(logits.shape[-1], dtype=jnp.int32) + logits.shape[-1] * parallel.index(axes)
+    scores = scaled + gumbel(seeds, positions, own)
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0:
-        scores = jnp.where(kept(scaled, sampling), scores, -jnp.inf)
-    return first_largest(scores)
+        scores = jnp.where(kept(scaled, sampling, axes), scores, -jnp.inf)
+    return first_largest(scores, axes)

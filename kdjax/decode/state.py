@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Int
 
 from kdjax.decode.request import MAX_STOP_TOKENS
 from kdjax.model.cache import KVCache
+from kdjax.sharding import Rule
 
 
 class Reason(enum.IntEnum):
@@ -78,3 +80,10 @@ def empty_state(cache: KVCache, drafter: Any, slots: int, capacity: int, depth: 
         rounds=zeros(),
         accepted_by_depth=jnp.zeros((slots, depth), jnp.int32),
     )
+
+
+def state_rules(kv_rules: Sequence[Rule], drafter_rules: Sequence[Rule]) -> list[Rule]:
+    """How a `DecodeState` is split over a mesh: its caches as given, everything else whole on every device."""
+    caches = {"cache": kv_rules, "drafter": drafter_rules}
+    nested = [rule._replace(pattern=f"{name}.{rule.pattern}") for name, rules in caches.items() for rule in rules]
+    return nested + [Rule(field.name) for field in dataclasses.fields(DecodeState) if field.name not in caches]

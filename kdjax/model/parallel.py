@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
@@ -12,6 +14,11 @@ from kdjax.config.mesh import Axes
 def total(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
     """The sum of every device's part: one all-reduce."""
     return lax.psum(x, axes) if axes else x
+
+
+def parts(axes: Axes) -> int:
+    """How many parts `axes` make."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
 
 
 def index(axes: Axes) -> Int32[Array, ""]:

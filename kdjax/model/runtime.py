@@ -31,8 +31,8 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         expert_weights: "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them to
             `compute_dtype` once, at load (8 times the memory in float32).
         layout: "checkpoint" keeps every matrix as it is stored. "fused" prepares them once, at load, for small models
-            on CPU, where each matmul has a fixed cost: see `kdjax.model.fused`. float32 and dequantized experts only, and not
-            on a mesh.
+            on CPU, where each matmul has a fixed cost: see `kdjax.model.fused`. float32 and dequantized experts only,
+            on one device.
         mesh: how the model is split over devices. On more than one, model functions run inside `jax.shard_map`, where
             every array is this device's part; see `kdjax.sharding`.
         mla: "absorbed" attends in the latent space; "materialised" expands keys and values of every head, as a check.

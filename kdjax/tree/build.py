@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from kdjax.errors import KdjaxError
+from kdjax.model import parallel
 from kdjax.tree.candidates import Candidates, candidates
 from kdjax.tree.marginals import marginals
 from kdjax.tree.tree import Tree
@@ -31,15 +32,17 @@ def build(
     roots: Int[Array, "slots"],
     budget: int,
     budgets: Int[Array, "slots"] | None = None,
+    axes: tuple[str, ...] = (),
 ) -> Tree:
     """The best tree of `budget` nodes (root not counted) per slot from the drafter's logits.
 
-    `budgets` lowers the budget per slot at run time. A slot with a NaN or all -inf row gets the root alone.
+    `budgets` lowers the budget per slot at run time. A slot with a NaN or all -inf row gets the root alone. The
+    vocabulary may be split over mesh `axes`; the tree is then the same on every device.
     """
     slots, depth, vocab = logits.shape
     if budget == 0 or depth == 0:
         return root_only(roots, 1 + budget)
-    lp, ids = marginals(logits, min(budget, vocab))
+    lp, ids = marginals(logits, min(budget, vocab * parallel.parts(axes)), axes)
     return select(lp, ids, roots, budget, budgets)
 
 
@@ -172,17 +175,18 @@ def chain(
     roots: Int[Array, "slots"],
     budget: int,
     budgets: Int[Array, "slots"] | None = None,
+    axes: tuple[str, ...] = (),
 ) -> Tree:
     """Plain DFlash: the most likely token of each of the first `budget` depths, one path, as a `Tree`.
 
-    A slot with a NaN or all -inf row gets the root alone.
+    A slot with a NaN or all -inf row gets the root alone. `axes` as in `build`.
     """
     slots, depth, _ = logits.shape
     if budget > depth:
         raise KdjaxError(f"chain budget {budget} exceeds the draft depth {depth}: use at most block_size - 1")
     if budget == 0:
         return root_only(roots)
-    lp, ids = marginals(logits, 1)
+    lp, ids = marginals(logits, 1, axes)
     broken = jnp.any(~jnp.isfinite(lp[:, :, 0]), 1)
     limit = jnp.full((slots,), budget, jnp.int32) if budgets is None else jnp.clip(budgets, 0, budget)
     n_valid = 1 + jnp.where(broken, 0, limit)

@@ -24,7 +24,7 @@ def merge_top_k(
 
 
 def sharded_top_k(
-    logits: Float[Array, "*rows shard"], k: int, axis_name: str
+    logits: Float[Array, "*rows shard"], k: int, axis_name: str | tuple[str, ...]
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
     """`top_k` of a vocabulary split over `axis_name` in order of id; called inside `shard_map`, equal on every shard.
 
@@ -38,18 +38,21 @@ def sharded_top_k(
     return merge_top_k(values, ids, k)
 
 
-def log_normaliser(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows"]:
-    return jax.nn.logsumexp(logits, axis=-1)
+def log_normaliser(logits: Float[Array, "*rows vocab"], axes: tuple[str, ...] = ()) -> Float[Array, "*rows"]:
+    """log sum exp over the vocabulary, which may be split over `axes`."""
+    own = jax.nn.logsumexp(logits, axis=-1)
+    return jax.nn.logsumexp(lax.all_gather(own, axes), axis=0) if axes else own
 
 
 def marginals(
-    logits: Float[Array, "slots depth vocab"], k: int
+    logits: Float[Array, "slots depth vocab"], k: int, axes: tuple[str, ...] = ()
 ) -> tuple[Float[Array, "slots depth k"], Int[Array, "slots depth k"]]:
     """Log-probabilities (float32) and token ids of the k most likely tokens per depth, lowest id first on ties.
 
     lp = float32(logit) - float32(logsumexp), both rounded before the subtraction as in the DDTree reference code: sums
-    of such values are exact, so that nodes of equal score stay equal.
+    of such values are exact, so that nodes of equal score stay equal. `logits` may be this device's part of a
+    vocabulary that is split over mesh `axes`.
     """
     logits = logits.astype(jnp.float32)
-    values, ids = top_k(logits, k)
-    return values - log_normaliser(logits)[..., None], ids
+    values, ids = sharded_top_k(logits, k, axes) if axes else top_k(logits, k)
+    return values - log_normaliser(logits, axes)[..., None], ids

@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 
 from kdjax.checkpoint import Drafter, Target
-from kdjax.config import DrafterConfig, ModelConfig
+from kdjax.config import ONE_DEVICE, DrafterConfig, MeshConfig, ModelConfig
 from kdjax.decode import Completion, DFlash, Params, Request
 from kdjax.decode.state import DecodeState
 from kdjax.drafter import abstract_params as abstract_drafter
 from kdjax.drafter import arrange as arrange_drafter
 from kdjax.model import k2
 from kdjax.model.runtime import CPU_EXACT as RUNTIME
+from kdjax.sharding import Rule, Split
 
 MODEL = ModelConfig(
     vocab_size=48,
@@ -88,10 +89,17 @@ def drafter(seed: int = 1) -> Drafter:
 @dataclasses.dataclass(frozen=True)
 class Scripted:
     """A drafter that reads its logits from a table in the params: `table[r, p]` for request r with its root at position
-    p. The request is known by its seed. Positions beyond the table repeat its last row."""
+    p. The request is known by its seed. Positions beyond the table repeat its last row. On a mesh the table is split
+    like the vocabulary."""
 
     depth: int
     taps: tuple[int, ...] = ()
+    mesh: MeshConfig = ONE_DEVICE
+    state_rules = ()
+
+    @property
+    def param_rules(self) -> tuple[Rule, ...]:
+        return (Rule("", (None, None, None, Split(self.mesh.model_axes))),)
 
     def empty(self, slots: int, capacity: int) -> None:
         return None

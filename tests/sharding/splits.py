@@ -44,4 +44,5 @@ def name(value: object) -> str | None:
     if not isinstance(value, MeshConfig):
         return None
     repeated = "-repeated" if value.outside_experts == "replicated" else ""
-    return f"tp{value.tensor}-ep{value.expert}{repeated}"
+    sequence = f"-sp{value.sequence}" if value.sequence > 1 else ""
+    return f"tp{value.tensor}-ep{value.expert}{sequence}{repeated}"

@@ -16,6 +16,7 @@ from kdjax.model.cache import KVCache
 from kdjax.model.runtime import Runtime
 from kdjax.sharding import kv_cache_rules, make_mesh, partition, shardings, target_specs
 from tests.oracles import HF_K2, prompts
+from tests.sharding import own_case
 from tests.sharding.splits import name, possible
 from tests.tolerances import TARGET_LOGITS
 
@@ -39,6 +40,13 @@ def test_logits_on_every_mesh(oracle, case, mesh):
     moe, layers = target.config.num_hidden_layers - target.config.first_k_dense_replace, target.config.num_hidden_layers
     assert compiled.count(" all-reduce(") == (2 * layers + 1 if mesh.model_axes else moe)
     assert " all-gather(" not in compiled and " collective-permute(" not in compiled
+
+
+@pytest.mark.parametrize("mesh", own_case.MESHES, ids=name)
+def test_own_case_on_every_mesh(own, mesh):
+    logits, _ = run(model(own.folder), mesh, [np.array(prompt) for prompt in own_case.PROMPTS])
+    for slot, expected in enumerate(own.logits):
+        TARGET_LOGITS.check(logits[slot, : len(expected)], expected, f"prompt {slot}")
 
 
 def run(target, mesh: MeshConfig, ids):
