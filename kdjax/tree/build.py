@@ -6,6 +6,8 @@ so one gather-sum over the candidate table and one exact selection give it; the 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kdjax.errors import KdjaxError
 from kdjax.model import parallel
+from kdjax.tree import ranking
 from kdjax.tree.candidates import Candidates, candidates
 from kdjax.tree.marginals import marginals
 from kdjax.tree.tree import Tree
@@ -25,6 +28,8 @@ _LIMB_BITS = 24
 _UNIT_EXPONENT = 76
 _LIMB_MASK = np.uint32(2**_LIMB_BITS - 1)
 _COST_CAP = np.float32(2.0**16)
+_MOST_RANKED = 8192
+"""Candidates up to which counting who comes before, with the square of their number, beats passes of a top-k."""
 
 
 def build(
@@ -89,7 +94,11 @@ def _select(
     depth, top = lp.shape
     cell = np.where(table.ranks >= 0, np.arange(depth) * top + table.ranks, depth * top)
     cost = _cost_keys(lp, cell)
-    chosen = _smallest(cost, min(budget, len(cell)))
+    by_rank = ranking.smallest if len(cell) <= _MOST_RANKED else _smallest
+    k = min(budget, len(cell))
+    chosen = lax.platform_dependent(
+        cost, cpu=functools.partial(_smallest, k=k), default=functools.partial(by_rank, k=k)
+    )
     n_nodes = jnp.minimum(jnp.sum(jnp.isfinite(cost[0, chosen]), dtype=jnp.int32), limit)
 
     pad = (0, budget - len(chosen))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kdjax.tree import ranking
+
 
 def top_k(logits: Float[Array, "*rows vocab"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
     """The k largest logits in falling order with their token ids, lowest id first among equal ones."""
     # top_k orders -0.0 below 0.0, which would break a tie that the tree's definition leaves to the token id.
-    values, ids = lax.top_k(jnp.where(logits == 0, jnp.zeros_like(logits), logits), k)
+    logits = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
+    values, ids = lax.platform_dependent(
+        logits, cpu=lambda x: tuple(lax.top_k(x, k)), default=functools.partial(ranking.top_k, k=k)
+    )
     return values, ids.astype(jnp.int32)
 
 
