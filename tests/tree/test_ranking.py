@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kdjax.tree import ranking
+from kdjax.tree import bench, ranking
 from kdjax.tree.build import _smallest
 
 
@@ -34,3 +35,11 @@ def test_smallest_equals_the_radix_passes(n, k):
     keys = rng.integers(0, 3, (4, n)).astype(np.float32)
     keys[0, rng.random(n) < 0.1] = np.inf
     np.testing.assert_array_equal(ranking.smallest(jnp.asarray(keys), k), _smallest(jnp.asarray(keys), k))
+
+
+def test_bench_checks_every_tree(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "INPUTS", 2)
+    monkeypatch.setattr(bench.timing, "measure", lambda *_: bench.timing.Timing(2.0, 1.0))
+    bench.run(((2, 15),), tmp_path / "rows.json", 3, 500)
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (row["us"], row["equal_to_reference"]) == (1.0, "4 of 4")
