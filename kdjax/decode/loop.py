@@ -62,7 +62,9 @@ class Program:
 
     def empty_state(self, slots: int, capacity: int) -> DecodeState:
         """All slots free, with room for `capacity` tokens each; arrays are whole, whatever the mesh."""
-        cache = KVCache.empty(self.model, slots, capacity, 1 + self.budget, self.runtime.cache_dtype)
+        mesh = self.runtime.mesh
+        parts = mesh.size(mesh.cache_axes)
+        cache = KVCache.empty(self.model, slots, capacity, 1 + self.budget, self.runtime.cache_dtype, parts)
         drafter = None if self.drafting is None else self.drafting.empty(slots, capacity)
         return empty_state(cache, drafter, slots, capacity, self.depth)
 
@@ -336,7 +338,7 @@ def commit(
         taps = jnp.take_along_axis(out.taps, accepted.rows[:, :, None], 1)
         drafter = program.drafting.append(params, drafter, taps, starts[:, None] + index, count)
     if program.mode == "tree":
-        cache = kv.commit(out.cache, accepted.rows, count)
+        cache = kv.commit(out.cache, accepted.rows, count, program.runtime.mesh.cache_axes)
     else:  # accepted rows of a chain are in place already
         cache = dataclasses.replace(out.cache, lengths=starts + count)
     reached = (index[:, 1:] < accepted.n_accepted[:, None]) & running[:, None]

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kdjax.config import ModelConfig
+from kdjax.config.mesh import Axes
+from kdjax.model import parallel
+from kdjax.model.sequence import BLOCK, own_row
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +24,7 @@ class KVCache:
     `lengths[s]` are committed; rows from there on hold the tree of the current forward or stale, finite values.
 
     Layers are separate arrays: slicing a stacked array would copy a whole layer, capacity included, in every forward.
+    On a mesh the rows may be dealt out over devices (`kdjax.model.sequence`).
 
     Attributes:
         latent: per layer, [slots, rows, kv_lora_rank + qk_rope_head_dim].
@@ -32,9 +36,16 @@ class KVCache:
     lengths: Any
 
     @classmethod
-    def empty(cls, config: ModelConfig, slots: int, capacity: int, tree_rows: int, dtype: str | jnp.dtype) -> KVCache:
-        """Room for `capacity` committed tokens per slot (rounded up to 64) plus the `tree_rows` of one forward."""
-        rows = -(-capacity // 64) * 64 + tree_rows
+    def empty(
+        cls, config: ModelConfig, slots: int, capacity: int, tree_rows: int, dtype: str | jnp.dtype, parts: int = 1
+    ) -> KVCache:
+        """Room for `capacity` committed tokens per slot (rounded up to 64) plus the `tree_rows` of one forward.
+
+        Dealt out over `parts` devices, the same number of whole blocks for each.
+        """
+        rows = -(-capacity // BLOCK) * BLOCK + tree_rows
+        if parts > 1:
+            rows = -(-rows // (BLOCK * parts)) * BLOCK * parts
         latent = tuple(jnp.zeros((slots, rows, config.latent_dim), dtype) for _ in range(config.num_hidden_layers))
         return cls(latent, jnp.zeros(slots, jnp.int32))
 
@@ -44,33 +55,37 @@ class KVCache:
 
 
 def append(
-    layer: Float[Array, "slots rows width"], new: Float[Array, "slots n width"], start: Int32[Array, "slots"]
-) -> Float[Array, "slots rows width"]:
-    """Write `new[s, i]` at row `start[s] + i`. Rows beyond the end are dropped, never shifted."""
-    slot = jnp.arange(layer.shape[0], dtype=jnp.int32)[:, None]
-    row = start[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
-    return layer.at[slot, row].set(new.astype(layer.dtype), mode="drop", unique_indices=True)
-
-
-def move_rows(
     layer: Float[Array, "slots rows width"],
+    new: Float[Array, "slots n width"],
     start: Int32[Array, "slots"],
-    accepted: Int32[Array, "slots n"],
-    n_accepted: Int32[Array, "slots"],
+    axes: Axes = (),
 ) -> Float[Array, "slots rows width"]:
-    """Row start[s] + accepted[s, j] goes to row start[s] + j for j < n_accepted[s]; other rows stay.
+    """Write `new[s, i]` at row `start[s] + i`. Rows beyond the end are dropped, never shifted.
 
-    Sources are read before anything is written, so overlapping moves are safe.
+    Where rows are dealt out over `axes`, each device keeps its own.
     """
-    slots, n = accepted.shape
-    slot = jnp.arange(slots, dtype=jnp.int32)[:, None]
-    j = jnp.arange(n, dtype=jnp.int32)[None, :]
-    moved = layer[slot, jnp.clip(start[:, None] + accepted, 0, layer.shape[1] - 1)]
-    target = jnp.where(j < n_accepted[:, None], start[:, None] + j, layer.shape[1])
-    return layer.at[slot, target].set(moved, mode="drop")
+    slot = jnp.arange(layer.shape[0], dtype=jnp.int32)[:, None]
+    row = own_row(start[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :], layer.shape[1], axes)
+    return layer.at[slot, row].set(new.astype(layer.dtype), mode="drop", unique_indices=not axes)
 
 
-def commit(cache: KVCache, accepted: Int32[Array, "slots n"], n_accepted: Int32[Array, "slots"]) -> KVCache:
-    """Keep the accepted tree rows (indices into the tree, root = 0), in path order, and advance the lengths."""
-    latent = tuple(move_rows(layer, cache.lengths, accepted, n_accepted) for layer in cache.latent)
+def commit(
+    cache: KVCache, accepted: Int32[Array, "slots n"], n_accepted: Int32[Array, "slots"], axes: Axes = ()
+) -> KVCache:
+    """Keep the accepted tree rows (indices into the tree, root = 0), in path order, and advance the lengths.
+
+    Row lengths[s] + accepted[s, j] goes to row lengths[s] + j for j < n_accepted[s]; other rows stay. Sources are read
+    before anything is written, so overlapping moves are safe. Where rows are dealt out over `axes`, a moved row may
+    change its device: one all-reduce for all layers.
+    """
+    rows, start = cache.rows, cache.lengths[:, None]
+    slot = jnp.arange(accepted.shape[0], dtype=jnp.int32)[:, None]
+    j = jnp.arange(accepted.shape[1], dtype=jnp.int32)[None, :]
+    target = jnp.where(j < n_accepted[:, None], own_row(start + j, rows, axes), rows)
+    source = own_row(start + accepted, rows, axes)
+    moved = [layer[slot, jnp.clip(source, 0, rows - 1)] for layer in cache.latent]
+    if axes:
+        held = (source < rows)[:, :, None]
+        moved = parallel.total(jnp.stack([jnp.where(held, m, jnp.zeros_like(m)) for m in moved]), axes)
+    latent = tuple(layer.at[slot, target].set(m, mode="drop") for layer, m in zip(cache.latent, moved, strict=True))
     return KVCache(latent, cache.lengths + n_accepted)

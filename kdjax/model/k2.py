@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.errors import KdjaxError
-from kdjax.model import parallel, rope
+from kdjax.model import parallel, rope, sequence
 from kdjax.model.block import Block
 from kdjax.model.cache import KVCache
 from kdjax.model.fused import fuse
@@ -118,16 +118,19 @@ def forward(
         ancestors = ancestors & valid[:, None, :]
     inv_freq = rope.inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
     cos, sin = rope.cos_sin(positions, inv_freq, rope.amplitude(config.rope_scaling))
+    mesh = runtime.mesh
+    own_lengths = sequence.own_lengths(cache.lengths, mesh.cache_axes)
+    ancestors = sequence.own_ancestors(ancestors, cache.lengths, tokens.shape[1], mesh.cache_axes)
     plan = tree_attention.plan(
-        cache.lengths,
+        own_lengths,
         ancestors,
         q=tokens.shape[1],
-        heads=config.num_attention_heads // runtime.mesh.size(runtime.mesh.model_axes),
+        heads=config.num_attention_heads // mesh.size(mesh.model_axes) * mesh.size(mesh.cache_axes),
         cache_rows=cache.rows,
         dtype=runtime.dtype,
         backend=runtime.backend,
     )
-    step = Step(cos, sin, cache.lengths, ancestors, plan)
+    step = Step(cos, sin, cache.lengths, own_lengths, ancestors, plan)
 
     x = embed(params, tokens, runtime)
     latent, tapped = [], {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.model import cache as kv
-from kdjax.model import rope
+from kdjax.model import rope, sequence
 from kdjax.model.linear import Linear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
@@ -29,7 +30,11 @@ class Step(NamedTuple):
     cos: Float[Array, "slots q half"]
     sin: Float[Array, "slots q half"]
     lengths: Int32[Array, "slots"]
+    """Committed rows; the new ones follow."""
+    own_lengths: Int32[Array, "slots"]
+    """Those of them that this device holds; all, unless the cache is dealt out over a mesh."""
     ancestors: Bool[Array, "slots q q"] | None
+    """Which of the new rows that this device holds each token sees."""
     plan: Plan | None
 
 
@@ -61,7 +66,7 @@ class MLA(nnx.Module):
         compressed = self.kv_a_proj_with_mqa(x)
         latent = self.kv_a_layernorm(compressed[..., : c.kv_lora_rank])
         k_rope = rope.rotate_interleaved(compressed[..., c.kv_lora_rank :], step.cos, step.sin)
-        rows = kv.append(rows, jnp.concatenate([latent, k_rope], axis=-1), step.lengths)
+        rows = kv.append(rows, jnp.concatenate([latent, k_rope], axis=-1), step.lengths, self.runtime.mesh.cache_axes)
 
         if self.runtime.mla == "materialised":
             attend = self.materialised
@@ -98,11 +103,13 @@ class MLA(nnx.Module):
             return jnp.moveaxis(lax.dot_general(x, w, dims, precision=self.runtime.precision), 0, 2)
 
         q_padded = jnp.pad(q_nope, ((0, 0), (0, 0), (0, 0), (0, self.config.v_head_dim)))
-        o_latent = tree_attention(
+        cache_axes = self.runtime.mesh.cache_axes
+        attend = functools.partial(sequence.attend, axes=cache_axes) if cache_axes else tree_attention
+        o_latent = attend(
             per_head(q_padded, w, 1),
             q_rope,
             rows,
-            step.lengths,
+            step.own_lengths,
             step.ancestors,
             scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
             backend=self.runtime.backend,

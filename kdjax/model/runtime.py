@@ -60,6 +60,8 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     f"Runtime {name}={value!r} is not supported: use one of {', '.join(get_args(choices))}"
                 )
 
+        if self.mla == "materialised" and self.mesh.cache_axes:
+            raise KdjaxError("Runtime mla='materialised' reads the whole cache: use 'absorbed' or a mesh of sequence=1")
         if self.layout == "fused":
             for name, needed in (
                 ("compute_dtype", "float32"),

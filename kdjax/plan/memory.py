@@ -60,8 +60,11 @@ def memory(pair: ModelPair, mesh: MeshConfig, workload: Workload) -> Memory:
     target, drafter = pair.target, pair.drafter
     params = k2.abstract_params(target, RUNTIME)
     weights = _by_component(params, target_specs(params, target, mesh), mesh, lambda path: _target_part(path, target))
+    parts = mesh.size(mesh.cache_axes)
     cache = jax.eval_shape(
-        lambda: KVCache.empty(target, workload.streams, workload.context, workload.budget + 1, RUNTIME.cache_dtype)
+        lambda: KVCache.empty(
+            target, workload.streams, workload.context, workload.budget + 1, RUNTIME.cache_dtype, parts
+        )
     )
     kv = sum(_by_component(cache, partition(cache, kv_cache_rules(mesh), mesh), mesh, lambda path: "cache").values())
     draft_weights: dict[str, int] = {}

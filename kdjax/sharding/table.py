@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdjax.config import DrafterConfig, MeshConfig, ModelConfig
+from kdjax.model.sequence import BLOCK
 from kdjax.sharding.rules import Rule, Split, partition
 
 
@@ -82,7 +83,7 @@ def drafter_rules(config: DrafterConfig, mesh: MeshConfig) -> tuple[Rule, ...]:
 
 def kv_cache_rules(mesh: MeshConfig) -> tuple[Rule, ...]:
     """For `kdjax.model.cache.KVCache`: [slots, rows, width] per layer."""
-    return Rule("latent.*", (None, Split(mesh.cache_axes))), Rule("lengths")
+    return Rule("latent.*", (None, Split(mesh.cache_axes, BLOCK, "block"))), Rule("lengths")
 
 
 def draft_cache_rules(mesh: MeshConfig) -> tuple[Rule, ...]:

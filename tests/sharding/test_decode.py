@@ -51,8 +51,11 @@ def own_decoder(own: own_case.Case, mesh: MeshConfig, mode: str) -> Decoder:
     return decoder
 
 
+OWN_MESHES = [*own_case.MESHES, MeshConfig(sequence=8), MeshConfig(sequence=2, tensor=2, expert=2)]
+
+
 @pytest.mark.parametrize(
-    "mesh", some(own_case.MESHES, [MeshConfig(tensor=8), MeshConfig(expert=8), MeshConfig(tensor=2, expert=4)])
+    "mesh", some(OWN_MESHES, [MeshConfig(tensor=8), MeshConfig(expert=8), MeshConfig(tensor=2, expert=4)])
 )
 def test_own_case_decodes_as_the_reference(own, mesh):
     decoder = own_decoder(own, mesh, "tree")
@@ -93,6 +96,24 @@ TARGET_MESHES = [mesh for _, mesh in possible(("hf_k2_a",))]
 @pytest.mark.parametrize("name", E2E_TEACHER[:1])
 def test_golden_trees(name, mesh):
     case = load(name)
+    labels = ["0", "4", "8", "16"]
+    check_golden(case, golden_decoder(case, mesh, "tree", len(labels)), labels)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    some(
+        [
+            MeshConfig(sequence=2),
+            MeshConfig(sequence=2, expert=2),
+            MeshConfig(sequence=2, expert=4, outside_experts="replicated"),
+        ],
+        [MeshConfig(sequence=2, expert=2)],
+    ),
+)
+def test_golden_trees_with_a_cache_dealt_out(mesh):
+    """A prompt of 200 tokens: each device has two blocks of rows, and trees lie across their borders."""
+    case = load("e2e_teacher_p2")
     labels = ["0", "4", "8", "16"]
     check_golden(case, golden_decoder(case, mesh, "tree", len(labels)), labels)
 
