@@ -128,6 +128,7 @@ def forward(
         heads=config.num_attention_heads // mesh.size(mesh.model_axes) * mesh.size(mesh.cache_axes),
         cache_rows=cache.rows,
         dtype=runtime.dtype,
+        cache_dtype=cache.latent[0].dtype,
         backend=runtime.backend,
     )
     step = Step(cos, sin, cache.lengths, own_lengths, ancestors, plan)

@@ -29,20 +29,22 @@ def plan(
     heads: int,
     cache_rows: int,
     dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
     backend: str,
     config: Config | None = None,
 ) -> Plan | None:
     """What all layers of one forward share: the packed mask and the division of the caches among programs.
 
     Args:
-        q, heads, cache_rows, dtype: as in the calls of `tree_attention` it is for (`dtype` that of the queries).
+        q, heads, cache_rows: as in the calls of `tree_attention` it is for.
+        dtype, cache_dtype: of the queries and of the cache.
         config: tile sizes instead of the tuned ones.
 
     Returns None for "xla", which has nothing to prepare.
     """
     if backend == "xla":
         return None
-    config = config or choose(device_kind(), q * heads, lengths.shape[0], cache_rows, dtype)
+    config = config or choose(device_kind(), q * heads, lengths.shape[0], cache_rows, dtype, cache_dtype)
     return make_plan(lengths, ancestors, query_rows=q * heads, q=q, rows=cache_rows, config=config)
 
 
@@ -97,7 +99,15 @@ def tree_attention_partial(
         return xla.partial(q_latent, q_rope, cache_rows, lengths, ancestors, scale=scale)
     if shared is None:
         q, heads = q_latent.shape[1:3]
-        sizes = {"q": q, "heads": heads, "cache_rows": cache_rows.shape[1], "dtype": q_latent.dtype}
-        shared = plan(lengths, ancestors, **sizes, backend=backend)
+        shared = plan(
+            lengths,
+            ancestors,
+            q=q,
+            heads=heads,
+            cache_rows=cache_rows.shape[1],
+            dtype=q_latent.dtype,
+            cache_dtype=cache_rows.dtype,
+            backend=backend,
+        )
     assert shared is not None
     return triton.partial(q_latent, q_rope, cache_rows, lengths, shared, scale=scale, interpret=backend == "interpret")

@@ -54,6 +54,7 @@ def arguments(data: Data, case: Case, config: Config | None, backend: str) -> tu
             heads=case.heads,
             cache_rows=case.cache_rows,
             dtype=data.q_latent.dtype,
+            cache_dtype=data.caches[0].dtype,
             backend=backend,
             config=config,
         )

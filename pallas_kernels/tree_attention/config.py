@@ -43,13 +43,22 @@ def _tables() -> dict[str, list[dict]]:
     return json.loads((resources.files(__package__) / "tuned.json").read_text(encoding="utf-8"))
 
 
-def choose(device_kind: str, query_rows: int, slots: int, cache_rows: int, dtype: jnp.dtype) -> Config:
-    """The tuned case nearest in powers of two; unknown devices use the table "default"."""
+def choose(
+    device_kind: str, query_rows: int, slots: int, cache_rows: int, dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> Config:
+    """The tuned case nearest in powers of two; unknown devices use the table "default".
+
+    Float32 queries and one-byte caches need other shared memory than bf16, and have tables of their own.
+    """
+    tables = _tables()
+    table = tables.get(device_kind, tables["default"])
     if dtype == jnp.float32:
-        return Config(**_tables()["float32"][0]["config"])
+        table = tables["float32"]
+    elif jnp.dtype(cache_dtype).itemsize == 1:
+        table = tables.get(f"{device_kind}, one-byte cache", table)
     asked = {"query_rows": query_rows, "slots": slots, "cache_rows": cache_rows}
 
     def distance(case: dict) -> float:
         return sum(abs(math.log2(size / case[name])) for name, size in asked.items())
 
-    return Config(**min(_tables().get(device_kind, _tables()["default"]), key=distance)["config"])
+    return Config(**min(table, key=distance)["config"])

@@ -69,7 +69,7 @@ def search(
         for case in cases:
             data = random_data(case, seed)
             size = case.heads * case.tokens, case.streams, case.cache_rows
-            base = choose(facts["device"], *size, data.q_latent.dtype)
+            base = choose(facts["device"], *size, data.q_latent.dtype, data.caches[0].dtype)
             for config in merges(base) if merge_only else [base, *candidates(size[0], cores)]:
                 shared, inputs = arguments(data, case, config, backend)
                 inputs = inputs[:MAX_INPUTS]

@@ -86,6 +86,15 @@ def test_one_plan_serves_every_layer():
     )
     lengths, ancestors = jnp.asarray([300], jnp.int32), jnp.asarray(random_trees(rng, 1, 8))
     run = jax.jit(functools.partial(tree_attention_partial, scale=SCALE, backend="triton"))
-    shared = plan(lengths, ancestors, q=8, heads=8, cache_rows=512, dtype=q_latent.dtype, backend="triton")
+    shared = plan(
+        lengths,
+        ancestors,
+        q=8,
+        heads=8,
+        cache_rows=512,
+        dtype=q_latent.dtype,
+        cache_dtype=cache.dtype,
+        backend="triton",
+    )
     own = run(q_latent, q_rope, cache, lengths, ancestors)[0]
     np.testing.assert_array_equal(own, run(q_latent, q_rope, cache, lengths, ancestors, shared=shared)[0])
