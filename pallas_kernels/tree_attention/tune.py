@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import timing
-from pallas_kernels.tree_attention.bench import arguments, compiled, error, measured, op
+from pallas_kernels.tree_attention.bench import error, measured, ours
 from pallas_kernels.tree_attention.cases import CASES, Case, random_data
 from pallas_kernels.tree_attention.config import Config, choose
 
@@ -28,6 +28,7 @@ TUNED = Path(__file__).parent / "tuned.json"
 CASE_FIELDS = ("query_rows", "slots", "cache_rows")
 LARGEST_ERROR = 5e-3
 MAX_INPUTS = 16
+BATCH = 64
 
 
 def candidates(query_rows: int, cores: int) -> list[Config]:
@@ -64,32 +65,34 @@ def search(
     seed = int.from_bytes(os.urandom(3), "little")
     cores = getattr(jax.devices()[0], "core_count", 1)  # a CPU device has none
     rows: list[dict[str, Any]] = []
+    todo = []
+    for case in cases:
+        data = random_data(case, seed)
+        size = case.heads * case.tokens, case.streams, case.cache_rows
+        base = choose(facts["device"], *size, data.q_latent.dtype, data.caches[0].dtype)
+        configs = merges(base) if merge_only else [base, *candidates(size[0], cores)]
+        todo += [(case, size, data, config) for config in configs]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        waiting = []
-        for case in cases:
-            data = random_data(case, seed)
-            size = case.heads * case.tokens, case.streams, case.cache_rows
-            base = choose(facts["device"], *size, data.q_latent.dtype, data.caches[0].dtype)
-            for config in merges(base) if merge_only else [base, *candidates(size[0], cores)]:
-                shared, inputs = arguments(data, case, config, backend)
-                inputs = inputs[:MAX_INPUTS]
-                waiting.append((case, config, data, shared, inputs, pool.submit(compiled, op(backend), shared, inputs)))
-        for case, config, data, shared, inputs, program in waiting:
-            if time.monotonic() > deadline:
-                print("out of time", flush=True)
-                pool.shutdown(cancel_futures=True)
-                break
-            row = {**dict(zip(CASE_FIELDS, (case.heads * case.tokens, case.streams, case.cache_rows), strict=True))}
-            row["config"] = dataclasses.asdict(config)
-            try:
-                f = program.result()
-                row |= measured(case, timing.measure(f, shared, inputs, repetitions=4, min_ops=24))
-                row["error"] = error(data, f(shared, inputs)[-1], len(inputs) - 1)
-            except Exception as failure:  # a candidate that does not fit is a result, not the end of the search
-                row["failed"] = str(failure).splitlines()[0][:200]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            timing.write_rows(out, rows, **facts)
+        # in batches, each compiled before it is timed: a busy host delays launches
+        for start in range(0, len(todo), BATCH):
+            batch = todo[start : start + BATCH]
+            futures = [pool.submit(ours, case, data, config, backend, MAX_INPUTS) for case, _, data, config in batch]
+            concurrent.futures.wait(futures)
+            for (case, size, data, config), future in zip(batch, futures, strict=True):
+                if time.monotonic() > deadline:
+                    print("out of time", flush=True)
+                    return
+                row: dict[str, Any] = dict(zip(CASE_FIELDS, size, strict=True))
+                row["config"] = dataclasses.asdict(config)
+                try:
+                    program, shared, inputs = future.result()
+                    row |= measured(case, timing.measure(program, shared, inputs, repetitions=4, min_ops=24))
+                    row["error"] = error(data, program(shared, inputs)[-1], len(inputs) - 1)
+                except Exception as failure:  # a candidate that does not fit is a result, not the end of the search
+                    row["failed"] = str(failure).splitlines()[0][:200]
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                timing.write_rows(out, rows, **facts)
 
 
 def apply(results: list[Path]) -> None:
