@@ -97,7 +97,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def write_rows(path: str | Path, rows: Sequence[dict[str, Any]], **header: Any) -> None:
-    """`{**header, "rows": rows}` as JSON, one line per row. Called after every row, so that a cut run keeps its rows."""
+    """`{**header, "rows": rows}` as JSON, one line per row. Write after every row: a cut run then keeps its rows."""
     head = json.dumps(header, indent=1)[:-2] + "," if header else "{"
     body = ",\n".join("  " + json.dumps(row) for row in rows)
     target = Path(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +16,14 @@ from kdjax.model.int4 import Int4, dequantize
 from kdjax.model.linear import Linear
 from kdjax.model.router import Router
 from kdjax.model.runtime import Runtime
-from pallas_kernels.int4_experts import dense_experts, int4_experts
+from pallas_kernels.int4_experts import (
+    KERNEL_BACKENDS,
+    PackedExperts,
+    TiledExperts,
+    dense_experts,
+    int4_experts,
+    tile_experts,
+)
 
 
 class MLP(nnx.Module):
@@ -47,6 +56,58 @@ def place_experts(weight: Int4, runtime: Runtime) -> Int4 | Float[Array, "_ _ _"
     return weight if runtime.expert_weights == "packed" else dequantize(weight, runtime.dtype)
 
 
+def runs_tiled(config: ModelConfig, runtime: Runtime) -> bool:
+    """Whether the experts are held in the layout of the INT4 kernels."""
+    int4 = config.experts_int4 is not None and runtime.expert_weights == "packed"
+    return int4 and runtime.backend in KERNEL_BACKENDS
+
+
+def tile(gate: Int4, up: Int4, down: Int4) -> TiledExperts:
+    """The three projections of a layer's experts as the kernels read them. Done once, at load."""
+    return tile_experts(_packed(gate, up, down))
+
+
+def tile_routed_experts(params: dict[str, Any]) -> dict[str, Any]:
+    """The params of a model with every layer's stacks of INT4 experts put through `tile`."""
+
+    def tile_layer(layer: dict[str, Any]) -> dict[str, Any]:
+        if "experts" not in layer["mlp"]:
+            return layer
+        stacks = (layer["mlp"]["experts"][name]["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
+        return {**layer, "mlp": {**layer["mlp"], "experts": {"tiles": tile(*stacks)}}}
+
+    return {**params, "layers": {i: tile_layer(layer) for i, layer in params["layers"].items()}}
+
+
+def _packed(gate: Int4, up: Int4, down: Int4) -> PackedExperts:
+    if len({m.group_size for m in (gate, up, down)}) != 1:
+        raise KdjaxError(
+            f"gate_proj, up_proj and down_proj of the experts have group sizes {gate.group_size}, {up.group_size} and "
+            f"{down.group_size}: quantise all with one"
+        )
+    arrays = [a for m in (gate, up, down) for a in (m.packed, m.scale)]
+    return PackedExperts(*arrays, gate.group_size)
+
+
+class TiledStack(nnx.Module):
+    """All routed experts, in the layout of the INT4 kernels."""
+
+    def __init__(self, config: ModelConfig, runtime: Runtime):
+        self.runtime = runtime
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+        stacks = (ExpertMatrix(config, *shape, runtime).weight.get_value() for shape in shapes)
+        self.tiles = nnx.Param(tile(*stacks))
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        indices: Int32[Array, "tokens top_k"],
+        weights: Float32[Array, "tokens top_k"],
+    ) -> Float[Array, "tokens hidden"]:
+        return int4_experts(x, indices, weights, self.tiles.get_value(), backend=self.runtime.backend)
+
+
 class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, runtime: Runtime):
         self.runtime, self.n_routed_experts = runtime, config.n_routed_experts
@@ -64,10 +125,8 @@ class Experts(nnx.Module):
         indices, weights = self._own(indices, weights)
         matrices = [m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj)]
         packed = [m for m in matrices if isinstance(m, Int4)]
-        if len(packed) == 3 and len({m.group_size for m in packed}) == 1:
-            arrays = [a for m in packed for a in (m.packed, m.scale)]
-            group_size = packed[0].group_size
-            return int4_experts(x, indices, weights, *arrays, group_size=group_size, backend=self.runtime.backend)
+        if len(packed) == 3:
+            return int4_experts(x, indices, weights, _packed(*packed), backend=self.runtime.backend)
         if packed:
             raise KdjaxError("gate_proj, up_proj and down_proj of the experts differ in format: quantise all or none")
         gate, up, down = (m for m in matrices if not isinstance(m, Int4))
@@ -92,7 +151,7 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, runtime: Runtime):
         self.mesh = runtime.mesh
         self.gate = Router(config, runtime)
-        self.experts = Experts(config, runtime)
+        self.experts = (TiledStack if runs_tiled(config, runtime) else Experts)(config, runtime)
         inner = config.moe_intermediate_size * config.n_shared_experts
         self.shared_experts = MLP(config.hidden_size, inner, runtime.dtype) if inner else None
 

@@ -20,6 +20,7 @@ from kdjax.errors import KdjaxError
 from kdjax.model import parallel, rope, sequence
 from kdjax.model.block import Block
 from kdjax.model.cache import KVCache
+from kdjax.model.experts import runs_tiled, tile_routed_experts
 from kdjax.model.fused import fuse
 from kdjax.model.linear import InputMajorLinear, Linear
 from kdjax.model.mla import Step
@@ -60,7 +61,9 @@ def abstract_params(config: ModelConfig, runtime: Runtime) -> Params:
 
 def arrange(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
     """Params as a checkpoint has them, in the layout that `runtime` runs. A loader's last step."""
-    return fuse(params, config) if runtime.layout == "fused" else params
+    if runtime.layout == "fused":
+        return fuse(params, config)
+    return tile_routed_experts(params) if runs_tiled(config, runtime) else params
 
 
 @jax.tree_util.register_dataclass

@@ -5,43 +5,86 @@ y[t] = sum_k weights[t, k] * down[e] (silu(gate[e] x[t]) * (up[e] x[t])),  e = i
 
 from __future__ import annotations
 
-from jaxtyping import Array, BFloat16, Float, Int32, UInt32
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.int4_experts import xla
+from pallas_kernels.device import device_kind
+from pallas_kernels.int4_experts import triton, xla
+from pallas_kernels.int4_experts.config import Config, Tile, choose, choose_matmul, device_table
+from pallas_kernels.int4_experts.layout import PackedExperts as PackedExperts
+from pallas_kernels.int4_experts.layout import TiledExperts as TiledExperts
+from pallas_kernels.int4_experts.layout import TiledMatrix as TiledMatrix
+from pallas_kernels.int4_experts.layout import padded
+from pallas_kernels.int4_experts.layout import tile_experts as tile_experts
+from pallas_kernels.int4_experts.layout import tile_matrix as tile_matrix
 from pallas_kernels.int4_experts.reference import reference as reference
 
-BACKENDS = ("xla",)
+BACKENDS = ("xla", "triton", "interpret")
+KERNEL_BACKENDS = ("triton", "interpret")
+DENSE_BACKENDS = ("xla",)
 
 
 def int4_experts(
     x: Float[Array, "tokens hidden"],
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate_packed: UInt32[Array, "experts inner hidden_words"],
-    gate_scale: BFloat16[Array, "experts inner hidden_groups"],
-    up_packed: UInt32[Array, "experts inner hidden_words"],
-    up_scale: BFloat16[Array, "experts inner hidden_groups"],
-    down_packed: UInt32[Array, "experts hidden inner_words"],
-    down_scale: BFloat16[Array, "experts hidden inner_groups"],
+    experts: PackedExperts | TiledExperts,
     *,
-    group_size: int,
     backend: str,
+    config: Config | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """The weighted sum of each token's experts, float32 accumulation over k, result in the dtype of `x`.
+    """The weighted sum of each token's experts, float32 accumulation, result in the dtype of `x`.
 
-    `indices` lie in [0, experts); `weights` are float32 and used as given (normalised and scaled by the caller).
+    Assignments with an index outside [0, experts) contribute nothing: a shard of the experts passes the indices less
+    the number of its first expert. `weights` are float32 and used as given (normalised and scaled by the caller).
+
+    Args:
+        x: bfloat16 for the kernels; float32 too for "xla".
+        indices: expert of each assignment, those of one token all different.
+        weights: routing weight of each assignment.
+        experts: for "xla" as in the checkpoint, for "triton" and "interpret" the result of `tile_experts`.
+        backend: "xla", "triton" (NVIDIA GPUs) or "interpret" (the kernels of "triton" emulated).
+        config: how the kernels cut their work, instead of the tuned choice for the device.
 
     Raises:
-        NotImplementedError: a backend, or a width that is not a whole number of scale groups, that is not supported.
+        NotImplementedError: a backend, dtype, layout or width that is not supported.
     """
-    _check_backend("int4_experts", backend)
-    hidden, inner = x.shape[1], gate_packed.shape[1]
-    for name, width in (("hidden", hidden), ("inner", inner)):
-        if width % group_size or width % 8:
-            raise NotImplementedError(f"int4_experts: {name}={width} is not a multiple of 8 and of {group_size=}")
-    return xla.int4_experts(
-        x, indices, weights, (gate_packed, gate_scale), (up_packed, up_scale), (down_packed, down_scale), group_size
-    )
+    _check_backend("int4_experts", backend, BACKENDS)
+    if backend not in KERNEL_BACKENDS:
+        if not isinstance(experts, PackedExperts):
+            raise NotImplementedError(f"int4_experts: {backend=} takes PackedExperts, not {type(experts).__name__}")
+        for name, width in (("hidden", experts.hidden), ("inner", experts.inner)):
+            if width % experts.group_size or width % 8:
+                raise NotImplementedError(
+                    f"int4_experts: {name}={width} is not a multiple of 8 and of group_size={experts.group_size}"
+                )
+        return xla.int4_experts(x, indices, weights, experts)
+
+    if not isinstance(experts, TiledExperts):
+        raise NotImplementedError(f"int4_experts: {backend=} takes the result of tile_experts, not PackedExperts")
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"int4_experts: {backend=} takes bfloat16 activations, not {x.dtype}")
+    if padded(x.shape[1]) != experts.hidden:
+        raise NotImplementedError(f"int4_experts: hidden={x.shape[1]} with experts tiled for {experts.hidden}")
+    if x.shape[0] == 0:
+        return jnp.zeros_like(x)
+    config = config or choose(device_table(device_kind()), x.shape[0], experts.inner)
+    return triton.int4_experts(x, indices, weights, experts, config, interpret=backend == "interpret")
+
+
+def int4_matmul(
+    x: Float[Array, "tokens columns"], matrix: TiledMatrix, *, backend: str, tile: Tile | None = None
+) -> Float[Array, "tokens rows"]:
+    """x @ matrix^T for one INT4 matrix (the result of `tile_matrix`), float32 accumulation, bfloat16 in and out.
+
+    Raises:
+        NotImplementedError: a backend or dtype that is not supported.
+    """
+    _check_backend("int4_matmul", backend, KERNEL_BACKENDS)
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"int4_matmul: {backend=} takes bfloat16 activations, not {x.dtype}")
+    tile = tile or choose_matmul(device_table(device_kind()), x.shape[0])
+    return triton.int4_matmul(x, matrix, tile, interpret=backend == "interpret")
 
 
 def dense_experts(
@@ -59,7 +102,7 @@ def dense_experts(
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
     """
-    _check_backend("dense_experts", backend)
+    _check_backend("dense_experts", backend, DENSE_BACKENDS)
     if {gate.dtype, up.dtype, down.dtype} != {x.dtype}:
         raise NotImplementedError(f"dense_experts: {x.dtype=} with {gate.dtype=}, {up.dtype=}, {down.dtype=}")
     return xla.dense_experts(x, indices, weights, gate, up, down)
@@ -83,7 +126,7 @@ def fused_experts(
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
     """
-    _check_backend("fused_experts", backend)
+    _check_backend("fused_experts", backend, DENSE_BACKENDS)
     if {gate_up.dtype, all_gate_up.dtype, down.dtype} != {x.dtype}:
         raise NotImplementedError(
             f"fused_experts: {x.dtype=} with {gate_up.dtype=}, {all_gate_up.dtype=}, {down.dtype=}"
@@ -91,6 +134,6 @@ def fused_experts(
     return xla.fused_experts(x, indices, weights, gate_up, all_gate_up, down)
 
 
-def _check_backend(op: str, backend: str) -> None:
-    if backend not in BACKENDS:
-        raise NotImplementedError(f"{op}: {backend=} is not supported; supported: {', '.join(BACKENDS)}")
+def _check_backend(op: str, backend: str, supported: tuple[str, ...]) -> None:
+    if backend not in supported:
+        raise NotImplementedError(f"{op}: {backend=} is not supported; supported: {', '.join(supported)}")

@@ -13,14 +13,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Int32, UInt32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.int4 import dequantize
+from pallas_kernels.int4_experts.layout import PackedExperts
 from pallas_kernels.numerics import matmul, matmul_nt, precision
 
 ONE_BY_ONE = 16  # assignments; the loop is unrolled, so this also bounds the size of the program
 
-Packed = tuple[UInt32[Array, "_ _ _"], BFloat16[Array, "_ _ _"]]
 Matrices = Callable[[Int32[Array, ""]], tuple[Array, ...]]
 
 
@@ -63,21 +63,31 @@ def int4_experts(
     x: Float[Array, "tokens hidden"],
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate: Packed,
-    up: Packed,
-    down: Packed,
-    group_size: int,
+    experts: PackedExperts,
 ) -> Float[Array, "tokens hidden"]:
     def matrices(e: Int32[Array, ""]) -> tuple[Array, Array, Array]:
         def matrix(packed: Array, scale: Array, columns: int) -> Array:
             one = [lax.dynamic_index_in_dim(a, e, keepdims=False) for a in (packed, scale)]
-            return dequantize(*one, columns=columns, group_size=group_size, dtype=x.dtype)
+            return dequantize(*one, columns=columns, group_size=experts.group_size, dtype=x.dtype)
 
-        return matrix(*gate, x.shape[1]), matrix(*up, x.shape[1]), matrix(*down, gate[0].shape[1])
+        return (
+            matrix(experts.gate_packed, experts.gate_scale, experts.hidden),
+            matrix(experts.up_packed, experts.up_scale, experts.hidden),
+            matrix(experts.down_packed, experts.down_scale, experts.inner),
+        )
 
+    indices, weights = _only_ours(indices, weights, experts.experts)
     if indices.size <= ONE_BY_ONE:
         return _one_by_one(x, indices, weights, matrices)
-    return _grouped(x, indices, weights, gate[0].shape[0], matrices)
+    return _grouped(x, indices, weights, experts.experts, matrices)
+
+
+def _only_ours(
+    indices: Int32[Array, "tokens top_k"], weights: Float[Array, "tokens top_k"], experts: int
+) -> tuple[Int32[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
+    """Assignments to experts that are not here become ones of weight 0."""
+    ours = (indices >= 0) & (indices < experts)
+    return jnp.where(ours, indices, 0), jnp.where(ours, weights, 0)
 
 
 def _one_by_one(

@@ -11,8 +11,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels.int4 import dequantize
-from pallas_kernels.int4_experts import BACKENDS, dense_experts, fused_experts, int4_experts, reference
-from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_FLOAT32, PACKED_MATMUL
+from pallas_kernels.int4_experts import (
+    DENSE_BACKENDS,
+    PackedExperts,
+    dense_experts,
+    fused_experts,
+    int4_experts,
+    int4_matmul,
+    reference,
+    tile_experts,
+    tile_matrix,
+)
+from pallas_kernels.int4_experts.config import Config, Tile
+from tests.pallas_kernels.backends import BACKENDS
+from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_FLOAT32, PACKED_MATMUL, RELATIVE_INT4
 
 GROUP = 32
 HIDDEN, INNER = 128, 64
@@ -40,7 +52,7 @@ def dense(packed_and_scale, dtype):
 def run(x, indices, weights, quantised, form, backend):
     if form == "int4":
         arrays = [a for pair in quantised for a in pair]
-        return int4_experts(x, indices, weights, *arrays, group_size=GROUP, backend=backend)
+        return int4_experts(x, indices, weights, PackedExperts(*arrays, GROUP), backend=backend)
     gate, up, down = (dense(pair, x.dtype) for pair in quantised)
     if form == "fused":
         all_gate_up = jnp.concatenate([gate.reshape(-1, HIDDEN), up.reshape(-1, HIDDEN)]).T
@@ -50,7 +62,10 @@ def run(x, indices, weights, quantised, form, backend):
 
 
 def routing(rng, tokens, experts, top_k, pattern):
-    if pattern == "random":
+    if pattern == "elsewhere":  # on both sides of the range; token 0 has no expert here
+        indices = np.stack([rng.permutation(experts + 4)[:top_k] - 2 for _ in range(tokens)])
+        indices[0] = -1, experts
+    elif pattern == "random":
         indices = np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)])
     elif pattern == "one_set":  # every token wants the same experts: all others are empty
         indices = np.tile(rng.permutation(experts)[:top_k], (tokens, 1))
@@ -58,6 +73,30 @@ def routing(rng, tokens, experts, top_k, pattern):
         indices = np.stack([np.append(rng.permutation(experts - 1)[: top_k - 1], experts - 1) for _ in range(tokens)])
     weights = rng.uniform(0.1, 1.0, (tokens, top_k)).astype(np.float32)
     return jnp.asarray(indices, jnp.int32), jnp.asarray(weights)
+
+
+def packed_experts(rng, experts, hidden, inner, group):
+    arrays = []
+    for rows, columns in ((inner, hidden), (inner, hidden), (hidden, inner)):
+        arrays.append(jnp.asarray(rng.integers(0, 2**32, (experts, rows, columns // 8), dtype=np.uint32)))
+        scale = rng.uniform(0.005, 0.02, (experts, rows, columns // group)).astype(ml_dtypes.bfloat16)
+        arrays.append(jnp.asarray(scale))
+    return PackedExperts(*arrays, group)
+
+
+def dense_experts_of(packed):
+    e, unpack = packed, functools.partial(dequantize, group_size=packed.group_size, dtype=F32)
+    for words, scale in ((e.gate_packed, e.gate_scale), (e.up_packed, e.up_scale), (e.down_packed, e.down_scale)):
+        yield unpack(words, scale, columns=words.shape[-1] * 8)
+
+
+CONFIGS = [
+    Config("row", "token", Tile(32, warps=2, splits=2), Tile(64, count=2)),
+    Config("row", "group", Tile(64), Tile(16, warps=1, steps=2)),
+    Config("scan", "token", Tile(64, count=2), Tile(32, warps=2)),
+    Config("scan", "group", Tile(64, splits=2), Tile(64, steps=2, count=2)),
+    Config("align", "group", Tile(64, 16, scale_on="weight"), Tile(64, 16, scale_on="weight")),
+]
 
 
 # few and many experts per token, token counts on both sides of each path
@@ -74,7 +113,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", DENSE_BACKENDS)
 @pytest.mark.parametrize("form", ["int4", "dense", "fused"])
 @pytest.mark.parametrize("tokens,experts,top_k,pattern", CASES)
 def test_matches_reference(backend, form, tokens, experts, top_k, pattern):
@@ -86,7 +125,7 @@ def test_matches_reference(backend, form, tokens, experts, top_k, pattern):
     EXPERTS_FLOAT32.check(run(x, indices, weights, quantised, form, backend), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", DENSE_BACKENDS)
 @pytest.mark.parametrize("form", ["int4", "dense", "fused"])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_bfloat16(backend, form, tokens):
@@ -100,7 +139,65 @@ def test_bfloat16(backend, form, tokens):
     EXPERTS_BFLOAT16.check(np.asarray(y, np.float32), expected)
 
 
+# few and many tokens per expert, one expert for all, groups and widths that are padded, and 1, 2, 4 planes per scale
+KERNEL_CASES = [
+    (1, 16, 4, "random", 32, 128, 64),
+    (3, 6, 2, "one_set", 32, 320, 96),
+    (20, 12, 3, "random", 64, 128, 128),
+    (70, 5, 2, "last_expert", 128, 256, 128),
+]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens,experts,top_k,pattern,group,hidden,inner", KERNEL_CASES)
+def test_int4_of_every_backend(backend, tokens, experts, top_k, pattern, group, hidden, inner):
+    rng = np.random.default_rng(tokens)
+    check_int4(rng, tokens, experts, top_k, pattern, group, hidden, inner, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.grouping}-{c.down_form}")
+def test_int4_of_every_way_to_cut_the_work(backend, config):
+    """A short last group, an expert without tokens, a token whose experts are all elsewhere."""
+    rng = np.random.default_rng(8)
+    check_int4(rng, 11, 5, 2, "elsewhere", 32, 256, 128, backend, config)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_wide_experts(backend):
+    """Too wide for the activations of a down program to stay in registers."""
+    rng = np.random.default_rng(9)
+    config = Config("scan", "group", Tile(64, splits=2), Tile(64, count=2))
+    check_int4(rng, 3, 3, 2, "random", 32, 128, 640, backend, config)
+
+
+def check_int4(rng, tokens, experts, top_k, pattern, group, hidden, inner, backend, config=None):
+    packed = packed_experts(rng, experts, hidden, inner, group)
+    indices, weights = routing(rng, tokens, experts, top_k, pattern)
+    x = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)
+    arrays = packed if backend == "xla" else tile_experts(packed)
+    y = jax.jit(functools.partial(int4_experts, backend=backend, config=config))(x, indices, weights, arrays)
+    assert y.dtype == jnp.bfloat16
+    expected = np.asarray(reference(x, indices, weights, *dense_experts_of(packed)))
+    off = np.linalg.norm(np.asarray(y, np.float32) - expected, axis=1)
+    np.testing.assert_array_less(off, RELATIVE_INT4 * np.linalg.norm(expected, axis=1) + 1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("tokens,rows,columns,tile", [(1, 192, 320, Tile(32, splits=3)), (21, 64, 128, Tile(64, 16))])
+def test_int4_matmul(backend, tokens, rows, columns, tile):
+    rng = np.random.default_rng(rows)
+    packed = jnp.asarray(rng.integers(0, 2**32, (rows, columns // 8), dtype=np.uint32))
+    scale = jnp.asarray(rng.uniform(0.005, 0.02, (rows, columns // GROUP)).astype(ml_dtypes.bfloat16))
+    x = jnp.asarray(rng.standard_normal((tokens, columns)), jnp.bfloat16)
+    y = int4_matmul(x, tile_matrix(packed, scale, group_size=GROUP), backend=backend, tile=tile)
+    w = dequantize(packed, scale, columns=columns, group_size=GROUP, dtype=F32)
+    expected = np.asarray(jnp.matmul(x.astype(F32), w.T, precision="highest"))
+    off = np.linalg.norm(np.asarray(y, np.float32) - expected, axis=1)
+    np.testing.assert_array_less(off, RELATIVE_INT4 * np.linalg.norm(expected, axis=1))
+
+
+@pytest.mark.parametrize("backend", DENSE_BACKENDS)
 def test_a_token_does_not_depend_on_its_neighbours(backend):
     rng = np.random.default_rng(3)
     quantised = matrices(rng, 40)
@@ -117,10 +214,24 @@ def test_unsupported_requests_name_the_value():
     arrays = [a for pair in quantised for a in pair]
     indices, weights = routing(rng, 2, 4, 2, "random")
     x = jnp.zeros((2, HIDDEN), jnp.float32)
+    packed = PackedExperts(*arrays, GROUP)
+    with pytest.raises(NotImplementedError, match="tile_experts"):
+        int4_experts(x.astype(jnp.bfloat16), indices, weights, packed, backend="interpret")
+    with pytest.raises(NotImplementedError, match="PackedExperts, not TiledExperts"):
+        int4_experts(x, indices, weights, tile_experts(packed), backend="xla")
+    with pytest.raises(NotImplementedError, match="bfloat16 activations, not float32"):
+        int4_experts(x, indices, weights, tile_experts(packed), backend="interpret")
+    with pytest.raises(NotImplementedError, match="hidden=256 with experts tiled for 128"):
+        wide = jnp.zeros((2, 256), jnp.bfloat16)
+        int4_experts(wide, indices, weights, tile_experts(packed), backend="interpret")
+    with pytest.raises(NotImplementedError, match="group_size=16 is not supported; supported: 32, 64, 128"):
+        tile_experts(PackedExperts(*arrays, 16))
+    with pytest.raises(NotImplementedError, match="inner=64 is not a multiple of group_size=128"):
+        tile_experts(PackedExperts(*arrays, 128))
     with pytest.raises(NotImplementedError, match="backend='mosaic'"):
-        int4_experts(x, indices, weights, *arrays, group_size=GROUP, backend="mosaic")
+        int4_experts(x, indices, weights, PackedExperts(*arrays, GROUP), backend="mosaic")
     with pytest.raises(NotImplementedError, match="hidden=128.*group_size=48"):
-        int4_experts(x, indices, weights, *arrays, group_size=48, backend="xla")
+        int4_experts(x, indices, weights, PackedExperts(*arrays, 48), backend="xla")
     gate, up, down = (dense(pair, F32) for pair in quantised)
     with pytest.raises(NotImplementedError, match="bfloat16"):
         dense_experts(x.astype(jnp.bfloat16), indices, weights, gate, up, down, backend="xla")

@@ -1,0 +1,219 @@
+"""Time of the whole layer of routed experts, K2.6 shapes: python -m pallas_kernels.int4_experts.bench --out FILE
+
+A row per (expert width, tokens, routing pattern): microseconds, the bytes the experts in use have, the fraction of the
+read ceiling measured in the same run that these bytes per time are, and the time of Marlin (vLLM 0.23, H200).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import timing
+from pallas_kernels.device import device_kind
+from pallas_kernels.int4_experts import int4_experts
+from pallas_kernels.int4_experts.config import Config, choose, device_table
+from pallas_kernels.int4_experts.layout import TiledExperts
+from pallas_kernels.int4_experts.study import Study
+from pallas_kernels.int4_experts.workload import Pattern, dense_expert, needed_bytes, random_experts, routing
+
+EXPERTS, HIDDEN, TOP_K = 384, 7168, 8
+WIDTHS = (256, 2048)
+TOKENS = (1, 2, 4, 9, 17, 33, 64, 90, 128, 330, 512, 1024, 4096)
+
+# vLLM 0.23 on an H200 whose read ceiling was 3730 GB/s: whole layer, CUDA graph, uniform routing; microseconds
+MARLIN_CEILING_GB_S = 3730
+MARLIN_US = {
+    256: {
+        1: 34.6,
+        2: 44.2,
+        4: 62.3,
+        9: 100,
+        17: 159,
+        33: 241,
+        64: 354,
+        90: 408,
+        128: 443,
+        330: 580,
+        512: 558,
+        1024: 849,
+    },
+    2048: {
+        1: 85.0,
+        2: 140,
+        4: 253,
+        9: 515,
+        17: 904,
+        33: 1556,
+        64: 2236,
+        90: 2707,
+        128: 2805,
+        330: 3782,
+        512: 3580,
+        1024: 4850,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a benchmark needs of a layer; other than K2.6's only to try the benchmark itself."""
+
+    experts: int = EXPERTS
+    hidden: int = HIDDEN
+    top_k: int = TOP_K
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layer and inputs of `tokens` tokens, as many as it takes for the weights not to stay in the L2 cache."""
+
+    shape: Shape
+    inner: int
+    tokens: int
+    pattern: Pattern = "uniform"
+
+    @functools.cached_property
+    def routings(self) -> list[np.ndarray]:
+        s = self.shape
+        rng = np.random.default_rng([self.tokens, self.inner])
+        share = min(1.0, self.tokens * s.top_k / s.experts)
+        count = 4 if share > 0.3 else 8 if share > 0.05 or self.inner > 512 else 16
+        return [routing(rng, self.tokens, s.experts, s.top_k, self.pattern) for _ in range(count)]
+
+    @functools.cached_property
+    def inputs(self) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+        x_key, w_key = jax.random.split(jax.random.key(self.tokens))
+        x = jax.random.normal(x_key, (self.tokens, self.shape.hidden), jnp.bfloat16)
+        weights = jax.random.uniform(w_key, (self.tokens, self.shape.top_k), minval=0.1)
+        return [(x, jnp.asarray(indices), weights) for indices in self.routings]
+
+    @property
+    def needed_bytes(self) -> float:
+        return needed_bytes(self.routings, self.shape.hidden, self.inner)
+
+    @functools.cached_property
+    def experts_struct(self) -> TiledExperts:
+        return jax.eval_shape(random_experts, jax.random.key(0), self.shape.experts, self.shape.hidden, self.inner)
+
+    def compile(self, config: Config | None, backend: str) -> Any:
+        """The program that `timing.measure` runs."""
+
+        def op(experts: TiledExperts, x: jax.Array, indices: jax.Array, weights: jax.Array) -> jax.Array:
+            return int4_experts(x, indices, weights, experts, backend=backend, config=config)
+
+        return timing.several_calls(op).lower((self.experts_struct,), self.inputs).compile()
+
+    def error(self, experts: TiledExperts, outputs: list[jax.Array], samples: int = 2) -> float:
+        """Relative norm of the difference from float32, of some tokens of the last input."""
+        (x, indices, weights), y = self.inputs[-1], outputs[-1]
+        worst = 0.0
+        for token in {0, self.tokens - 1} if samples > 1 else {self.tokens - 1}:
+            expected = jnp.zeros((self.shape.hidden,), jnp.float32)
+            for k in range(self.shape.top_k):
+                expected += weights[token, k] * _one_expert(experts, indices[token, k], x[token])
+            difference = jnp.linalg.norm(y[token].astype(jnp.float32) - expected)
+            worst = max(worst, float(difference / jnp.linalg.norm(expected)))
+        return worst
+
+
+@jax.jit
+def _one_expert(experts: TiledExperts, expert: jax.Array, x: jax.Array) -> jax.Array:
+    product = functools.partial(jnp.matmul, precision="highest")
+    x = x.astype(jnp.float32)
+    gate, up = (product(dense_expert(experts, part, expert), x) for part in ("gate", "up"))
+    return product(dense_expert(experts, "down", expert), jax.nn.silu(gate) * up)
+
+
+def rows(
+    cases: list[Case], configs: list[Config], backend: str, study: Study | None, **options: int
+) -> Iterator[dict[str, Any]]:
+    """Programs are compiled side by side ahead of the measurements, in their order."""
+    ceiling = timing.read_ceiling() if backend == "triton" else timing.read_ceiling(2**22)
+    weights: dict[int, TiledExperts] = {}
+    with ThreadPoolExecutor(12) as pool:
+        ours = [pool.submit(case.compile, config, backend) for case, config in zip(cases, configs, strict=True)]
+        theirs = [pool.submit(study.compile, case) if study and case.pattern == "uniform" else None for case in cases]
+        try:
+            for case, config, program, yardstick in zip(cases, configs, ours, theirs, strict=True):
+                if case.inner not in weights:
+                    weights.clear()
+                    if study:
+                        study.clear()
+                    s = case.shape
+                    weights[case.inner] = random_experts(jax.random.key(3), s.experts, s.hidden, case.inner)
+                experts = weights[case.inner]
+                compiled = program.result()
+                error = case.error(experts, compiled((experts,), case.inputs))
+                yardstick_us = study.measure(case, yardstick.result(), **options) if study and yardstick else None
+                took = timing.measure(compiled, (experts,), case.inputs, **options)
+                marlin = MARLIN_US.get(case.inner, {}).get(case.tokens) if case.pattern == "uniform" else None
+                yield {
+                    "tokens": case.tokens,
+                    "intermediate": case.inner,
+                    "routing": case.pattern,
+                    "us": round(took.median_us, 2),
+                    "min_us": round(took.min_us, 2),
+                    "needed_bytes": round(case.needed_bytes),
+                    "read_ceiling_gb_s": round(ceiling, 1),
+                    "fraction_of_ceiling": round(case.needed_bytes / took.median_us / 1e3 / ceiling, 4),
+                    "marlin_us": marlin and round(marlin * MARLIN_CEILING_GB_S / ceiling, 2),
+                    "study_us": yardstick_us and round(yardstick_us, 2),
+                    "relative_error": float(f"{error:.2e}"),
+                    "config": dataclasses.asdict(config),
+                }
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.int4_experts.bench", description=__doc__)
+    parser.add_argument("--out", required=True, help="JSON file, written after every row")
+    parser.add_argument("--seconds", type=float, default=600, help="start no further row after this long")
+    parser.add_argument("--study", help="folder of another implementation to time in the same run")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--patterns", nargs="+", default=("uniform",), choices=("uniform", "skewed"))
+    parser.add_argument("--table", help="configurations from this file instead of the device's")
+    parser.add_argument("--repetitions", type=int, default=12)
+    parser.add_argument("--backend", default="triton", choices=("triton", "interpret"))
+    parser.add_argument(
+        "--shape", type=int, nargs=3, default=(EXPERTS, HIDDEN, TOP_K), metavar="N", help="experts, hidden, top-k"
+    )
+    options = parser.parse_args(argv)
+
+    start, done = time.monotonic(), []
+    shape = Shape(*options.shape)
+    cases = [Case(shape, n, t, p) for n in options.widths for p in options.patterns for t in options.tokens]
+    study = Study(options.study) if options.study else None
+    table = json.loads(Path(options.table).read_text()) if options.table else device_table(device_kind())
+    configs = [choose(table, case.tokens, case.inner) for case in cases]
+    min_ops = 96 if options.backend == "triton" else 1
+    for row in rows(cases, configs, options.backend, study, repetitions=options.repetitions, min_ops=min_ops):
+        done.append(row)
+        timing.write_rows(options.out, done, **timing.device_facts())
+        ratio = f"{row['us'] / row['marlin_us']:.2f} of Marlin" if row["marlin_us"] else ""
+        beside = f"study {row['study_us']}" if row["study_us"] else ""
+        print(
+            f"N={row['intermediate']} T={row['tokens']} {row['routing']}: {row['us']} us, "
+            f"{row['fraction_of_ceiling']:.3f} of the read ceiling {ratio} {beside} error {row['relative_error']}",
+            flush=True,
+        )
+        if time.monotonic() - start > options.seconds:
+            print(f"out of time after {len(done)} of {len(cases)} rows", flush=True)
+            break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How the kernels cut their work: the tuned choices per kind of device, expert width and number of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+TABLES = Path(__file__).parent / "tuned"
+KINDS = {"NVIDIA H200": "h200", "NVIDIA RTX PRO 6000 Blackwell": "rtx_pro_6000"}
+
+Grouping = Literal["row", "scan", "align"]
+Form = Literal["token", "group"]
+ScaleOn = Literal["sum", "weight"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The work of one program of one kernel.
+
+    Attributes:
+        rows: weight rows of one accumulator, 16, 32 or 64.
+        count: accumulators side by side (for gate+up: pairs of them), which share their activations.
+        tokens: columns of an accumulator, 8 or a larger power of two.
+        warps, stages: of Triton.
+        splits: programs that share the columns of the weights; their float32 partial sums are added afterwards.
+        steps: tiles that one program takes one after the other (down of narrow experts).
+        scale_on: "sum" scales the accumulator of each group, "weight" every weight before it is multiplied.
+    """
+
+    rows: int
+    tokens: int = 8
+    warps: int = 4
+    stages: int = 3
+    count: int = 1
+    splits: int = 1
+    steps: int = 1
+    scale_on: ScaleOn = "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """
+    Attributes:
+        grouping: which assignments of tokens to experts share a program of `gate_up.tokens` columns. "row": none,
+            "scan": each program finds those of its expert, "align": a kernel sorts them by expert first.
+        down_form: "token": a program sums over the experts of one token and writes its output; narrow experts only.
+            "group": the same groups as gate+up, and the weighted sum over the experts in XLA.
+    """
+
+    grouping: Grouping
+    down_form: Form
+    gate_up: Tile
+    down: Tile
+
+
+def from_json(entry: dict[str, Any]) -> Config:
+    fields = {k: v for k, v in entry.items() if k in ("grouping", "down_form")}
+    return Config(gate_up=Tile(**entry["gate_up"]), down=Tile(**entry["down"]), **fields)
+
+
+@functools.cache
+def device_table(device_kind: str) -> dict[str, Any]:
+    """The table of the device whose name starts like `device_kind`, or the default one."""
+    name = next((file for prefix, file in KINDS.items() if device_kind.startswith(prefix)), "default")
+    return json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def choose(table: dict[str, Any], tokens: int, inner: int) -> Config:
+    """The configuration of the narrowest tuned expert width >= `inner` and the smallest tuned count >= `tokens`."""
+    widths = {int(k): v for k, v in table["experts"].items()}
+    entries = widths[min((w for w in widths if w >= inner), default=max(widths))]
+    return from_json(next((e for e in entries if e["tokens"] >= tokens), entries[-1]))
+
+
+def choose_matmul(table: dict[str, Any], tokens: int) -> Tile:
+    entries = table["matmul"]
+    return Tile(**next((e for e in entries if e["tokens"] >= tokens), entries[-1])["tile"])
