@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from experiments.nano.self_generate import LOOP_NGRAM, LOOP_REPEATS, LOOP_WINDOW, looping
+from experiments.loops import is_loop
 from kdjax.decode import Decoder, Request, Statistics, pool, tau_macro
 from kdjax.errors import KdjaxError
 from kdjax.tokenizer import Tokenizer
-
-REPEATED = 0.9
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -58,21 +56,6 @@ def prompts(documents: Sequence[Sequence[int]], count: int, length: int) -> list
         start = min(place - (ends[i] - len(document)), len(document) - length)
         chosen.append(tuple(int(t) for t in document[start : start + length]))
     return chosen
-
-
-def is_loop(token_ids: Sequence[int]) -> bool:
-    """Whether some 8-gram occurs more than four times in the last 64 tokens."""
-    return len(token_ids) >= LOOP_NGRAM + LOOP_REPEATS and bool(looping(np.asarray([token_ids]))[0])
-
-
-def repeats(token_ids: Sequence[int]) -> bool:
-    """Whether the last 64 tokens repeat what stands up to 64 tokens before them, nine tenths of it at one lag.
-
-    Catches the loops of longer period, such as a function written again and again, that `is_loop` lets pass.
-    """
-    tokens = np.asarray(token_ids)
-    lags = range(1, min(LOOP_WINDOW, len(tokens) - LOOP_WINDOW) + 1)
-    return any(np.mean(tokens[-LOOP_WINDOW:] == tokens[-LOOP_WINDOW - lag : -lag]) >= REPEATED for lag in lags)
 
 
 def measure(

@@ -11,6 +11,7 @@ import jax
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.loops import repeats
 from experiments.nano import acceptance, compressors
 from experiments.nano.agreement import Parting, Referee, first_difference
 from experiments.nano.config import Cell, EvaluateConfig, NanoConfig
@@ -216,7 +217,7 @@ def bits_entry(parts: list[Bits]) -> dict[str, Any]:
 def acceptance_entry(outputs: list[acceptance.Output]) -> dict[str, Any]:
     """Summaries over all outputs, over those that do not loop, and over those that do not repeat themselves at all."""
     no_loops = [o for o in outputs if not o.loops]
-    fresh = [o for o in no_loops if not acceptance.repeats(o.token_ids)]
+    fresh = [o for o in no_loops if not repeats(o.token_ids)]
     return {
         "looping": 1 - len(no_loops) / len(outputs),
         "repeating": 1 - len(fresh) / len(outputs),

@@ -8,26 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from rich.console import Console
 
+from experiments.loops import looping
 from experiments.nano import network
 from experiments.nano.config import NanoConfig, SelfDataConfig
 from experiments.nano.data import Windows
 from kdjax.config.model import ModelConfig
 from kdjax.model import rope
-
-LOOP_WINDOW, LOOP_NGRAM, LOOP_REPEATS = 64, 8, 4
-
-
-def looping(tokens: Int[np.ndarray, "rows seq"]) -> Bool[np.ndarray, " rows"]:
-    """Rows in whose last 64 tokens some 8-gram occurs more than four times."""
-    tail = tokens[:, -LOOP_WINDOW:].astype(np.uint64)
-    grams = np.zeros((len(tail), tail.shape[1] - LOOP_NGRAM + 1), np.uint64)
-    for i in range(LOOP_NGRAM):
-        grams = grams * np.uint64(1_000_003) + tail[:, i : i + grams.shape[1]]
-    grams = np.sort(grams, axis=1)
-    return (grams[:, LOOP_REPEATS:] == grams[:, :-LOOP_REPEATS]).any(axis=1)
 
 
 def generate_rows(

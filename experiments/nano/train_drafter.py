@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from experiments.loops import looping
 from experiments.nano import draft_network, network, self_generate
 from experiments.nano.config import Attention, NanoConfig, Phase
 from experiments.nano.data import domain_shares, read_corpus, windows
@@ -118,5 +119,5 @@ def _heldout_text(
         starts = np.linspace(0, len(ids) - own.prompt_len - 1, rows).astype(int)
         prompts = np.stack([ids[s : s + own.prompt_len] for s in starts]).astype(np.int32)
         held[name] = generate(target, bias, jnp.asarray(prompts))
-        loops[name] = self_generate.looping(np.asarray(held[name]))
+        loops[name] = looping(np.asarray(held[name]))
     return held, loops

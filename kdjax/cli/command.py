@@ -14,9 +14,11 @@ from kdjax.errors import KdjaxError
 
 VERBS = {
     "bundle": "make and check golden bundles",
+    "compare": "two runs of an experiment, with confidence intervals",
     "generate": "continue prompts with speculative decoding",
     "plan": "memory and time on a mesh, without its devices",
     "quantize": "make an INT4 checkpoint of a bf16 one",
+    "run": "run experiments from their configs: tables, plots, findings",
     "synth": "write a checkpoint of random weights at any scale",
 }
 

@@ -6,7 +6,7 @@ import difflib
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,22 +30,48 @@ def load(kind: type[Config], file: Path | None = None, overrides: Sequence[str] 
     Raises KdjaxError, one line naming the source, the key and its value, and what is valid, for: a missing or
     malformed file, an unknown key, a value of the wrong type or out of range.
     """
-    data = _read(file, kind) if file else {}
-    sources: dict[Key, str] = {}
+    names = {field.encode_name for field in msgspec.structs.fields(kind)}
+    document = Document.read(file, lambda tables: tables.keys() <= names)
     for text in overrides:
+        document.override(text)
+    return document.convert(kind)
+
+
+class Document:
+    """The tables of a file, and which override set what, so that an error can name the source of a value."""
+
+    def __init__(self, file: Path | None, data: dict[str, Any]) -> None:
+        self.file, self.data = file, data
+        self.sources: dict[Key, str] = {}
+
+    @classmethod
+    def read(cls, file: Path | None, alike: Callable[[dict[str, Any]], bool]) -> Document:
+        """Where the file is missing, the error names the nearest sibling whose tables are `alike`."""
+        return cls(file, _read(file, alike) if file else {})
+
+    def override(self, text: str) -> None:
+        """Sets one key, as `KEY=VALUE` says."""
         key, value = _parse(text)
-        _put(data, key, value, text)
-        sources[key] = "--set " + text.replace("\n", "\\n")
-    _check_keys(kind, data, (), lambda key: _source(key, file, sources))
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise KdjaxError(_explain(error, kind, data, file, sources)) from error
+        _put(self.data, key, value, text)
+        self.sources[key] = "--set " + text.replace("\n", "\\n")
+
+    def source(self, key: Key) -> str:
+        """The file or the override that gives `key` its value."""
+        return _source(key, self.file, self.sources)
+
+    def convert(self, kind: type[Config], data: dict[str, Any] | None = None) -> Config:
+        """A `kind` from the tables, or from `data` that was made of them. Raises KdjaxError, see `load`."""
+        data = self.data if data is None else data
+        check_keys(kind, data, (), self.source)
+        try:
+            return msgspec.convert(data, kind)
+        except msgspec.ValidationError as error:
+            raise KdjaxError(_explain(error, kind, data, self.file, self.sources)) from error
 
 
 def dumps(config: msgspec.Struct) -> str:
     """The config as TOML; `load` of it gives an equal config. Keys that are None are left out."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+    return tomli_w.dumps(without_none(msgspec.to_builtins(config)))
 
 
 def closest(word: str, choices: Iterable[str]) -> str:
@@ -55,11 +81,11 @@ def closest(word: str, choices: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
 
 
-def _read(file: Path, kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _read(file: Path, alike: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        siblings = sorted(p.name for p in file.parent.glob("*.toml") if _looks_like(kind, p))
+        siblings = sorted(p.name for p in file.parent.glob("*.toml") if _is_alike(p, alike))
         hint = f": {closest(file.name, siblings)}" if siblings else ""
         raise KdjaxError(f"{file}: no such config file{hint}") from error
     except OSError as error:
@@ -68,12 +94,11 @@ def _read(file: Path, kind: type[msgspec.Struct]) -> dict[str, Any]:
         raise KdjaxError(f"{file}: not valid TOML: {error}") from error
 
 
-def _looks_like(kind: type[msgspec.Struct], file: Path) -> bool:
+def _is_alike(file: Path, alike: Callable[[dict[str, Any]], bool]) -> bool:
     try:
-        keys = tomllib.loads(file.read_text(encoding="utf-8")).keys()
+        return alike(tomllib.loads(file.read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         return False
-    return keys <= {field.encode_name for field in msgspec.structs.fields(kind)}
 
 
 def _parse(text: str) -> tuple[Key, Any]:
@@ -109,7 +134,8 @@ def _source(key: Key, file: Path | None, sources: dict[Key, str]) -> str:
     return inside[-1] if inside else "config"
 
 
-def _check_keys(kind: type[msgspec.Struct], data: dict[str, Any], at: Key, source: Any) -> None:
+def check_keys(kind: type[msgspec.Struct], data: dict[str, Any], at: Key, source: Callable[[Key], str]) -> None:
+    """Raises KdjaxError for a key that `kind` does not have, in whatever table below it."""
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     for name, value in data.items():
         key = (*at, name)
@@ -118,7 +144,7 @@ def _check_keys(kind: type[msgspec.Struct], data: dict[str, Any], at: Key, sourc
             raise KdjaxError(f"{source(key)}: unknown key {name!r} {where}: {closest(name, fields)}")
         inner = _struct(fields[name])
         if inner and isinstance(value, dict):
-            _check_keys(inner, value, key, source)
+            check_keys(inner, value, key, source)
 
 
 def _explain(
@@ -134,13 +160,14 @@ def _explain(
         return f"{source}: {what}"
     for part in plain:
         data = data.get(part, {}) if isinstance(data, dict) else data
-    choices = _literals(_type_at(kind, plain))
+    choices = _literals(type_at(kind, plain))
     if choices and isinstance(data, str):
         what = f"not one of its values: {closest(data, choices)}"
     return f"{source}: {'.'.join(key) or 'the config'} = {data!r}: {what[0].lower()}{what[1:]}"
 
 
-def _type_at(kind: Any, key: Key) -> Any:
+def type_at(kind: Any, key: Key) -> Any:
+    """The type of the field at `key`; None where there is none."""
     for part in key:
         struct = _struct(kind)
         fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)} if struct else {}
@@ -159,7 +186,7 @@ def _literals(kind: Any) -> list[str]:
     return [choice for option in typing.get_args(kind) for choice in _literals(option)]
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
     return value

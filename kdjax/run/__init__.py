@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: resolved config, provenance, metrics, summary."""
+"""The folder a run leaves behind, and the runner of experiments: sweeps, metrics, summary, comparison."""
 
 from kdjax.run.folder import RunFolder as RunFolder
 from kdjax.run.provenance import provenance as provenance

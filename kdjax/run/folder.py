@@ -36,10 +36,36 @@ class RunFolder:
         if (path / "config.toml").exists():
             raise KdjaxError(f"{path} already holds a run: give another folder or remove this one")
 
+    @classmethod
+    def open(cls, path: Path, config: str) -> RunFolder:
+        """The folder of a run that continues where it was cut short, or a new one. `config` is TOML.
+
+        Raises KdjaxError where the folder holds a run with another config, or cannot be made.
+        """
+        file = path / "config.toml"
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not file.exists():
+                folder._write_text("config.toml", config)
+            elif file.read_text(encoding="utf-8") != config:
+                raise KdjaxError(f"{file} is of a run with other settings: give another --out or the same settings")
+        except OSError as error:
+            raise KdjaxError(f"{path}: cannot write the run folder ({error.strerror}): give another one") from error
+        return folder
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The JSON file of that name; None where it is missing."""
+        file = self.path / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
     def write(self, name: str, value: dict[str, Any]) -> None:
         """A JSON file of that name, whole or not at all: a run may be killed while it writes."""
+        self._write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def _write_text(self, name: str, text: str) -> None:
         part = self.path / f"{name}.part"
-        part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.rename(self.path / name)
 
     def log(self, value: dict[str, Any]) -> None:

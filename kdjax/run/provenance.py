@@ -5,6 +5,7 @@ import hashlib
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ PACKAGES = ("kdjax", "jax", "jaxlib", "flax", "numpy", "msgspec", "tiktoken")
 HASHED_WHOLE = 64 * 2**20
 
 
-def provenance(checkpoints: dict[str, Path], backend: str) -> dict[str, Any]:
+def provenance(
+    checkpoints: Mapping[str, Path], backend: str, files: Mapping[str, Path] | None = None
+) -> dict[str, Any]:
     """What it takes to repeat a run: command, time, git revision, versions, devices, kernel backend, checkpoints.
 
-    `checkpoints` maps a role (`target`, `drafter`) to its folder.
+    `checkpoints` maps a role (`target`, `drafter`) to its folder, `files` one (`prompts`) to a file.
     """
     import jax
 
@@ -32,19 +35,47 @@ def provenance(checkpoints: dict[str, Path], backend: str) -> dict[str, Any]:
         "checkpoints": {
             role: {"path": str(path), "fingerprint": fingerprint(path)} for role, path in checkpoints.items()
         },
+        "files": {
+            role: {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            for role, path in (files or {}).items()
+        },
     }
 
 
+REPEATABLE = ("git", "python", "versions", "devices", "backend", "checkpoints", "files")
+"""Keys that must agree between what one result was measured with and what the next one is."""
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys of REPEATABLE, dotted, that differ between two provenances; where a file lies does not count."""
+
+    def leaves(value: Any, at: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {at: value}
+        inner = {key: item for key, item in value.items() if key != "path"}
+        return {at: None} | {k: v for key, item in inner.items() for k, v in leaves(item, f"{at}.{key}").items()}
+
+    mine, theirs = ({k: v for key in REPEATABLE for k, v in leaves(p.get(key), key).items()} for p in (one, other))
+    return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+
+
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether the tree differs from it; None where the code is not in a git checkout."""
+    """Commit, whether the tree differs from it, and the SHA-256 of the difference in tracked files.
+
+    None where the code is not in a git checkout.
+    """
     try:
-        commit, status = (
-            subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout
-            for args in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        commit, diff = (
+            subprocess.run(["git", *args], cwd=folder, capture_output=True, check=True, timeout=10).stdout
+            for args in (("rev-parse", "HEAD"), ("diff", "HEAD", "--binary"))
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit.strip(), "dirty": bool(status.strip())}
+    return {
+        "commit": commit.decode().strip(),
+        "dirty": bool(diff),
+        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
+    }
 
 
 def fingerprint(folder: Path) -> str:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments import loops
 from experiments.nano import acceptance, compressors, evaluate
 from experiments.nano.acceptance import Output
 from experiments.nano.config import Cell
@@ -41,30 +42,30 @@ def test_prompts_are_spread_evenly():
 
 
 @pytest.mark.parametrize(
-    "repeats, loops",
+    "repeats, found",
     [(4, False), (5, True)],
 )
-def test_loop_is_an_eight_gram_more_than_four_times(repeats, loops):
+def test_loop_is_an_eight_gram_more_than_four_times(repeats, found):
     gram = list(range(8))
     filler = list(range(100, 164))
     text = [t for i in range(repeats) for t in [*gram, 200 + i]]
-    assert acceptance.is_loop(filler + text) == loops
-    assert not acceptance.is_loop(text + filler)  # only the last 64 tokens count
+    assert loops.is_loop(filler + text) == found
+    assert not loops.is_loop(text + filler)  # only the last 64 tokens count
 
 
 @pytest.mark.parametrize("period, found", [(20, True), (64, True), (65, False)])
 def test_repetition_of_long_period(period, found):
     text = [t % period for t in range(192)]
-    assert acceptance.repeats(text) == found and acceptance.is_loop(text) is False
+    assert loops.repeats(text) == found and loops.is_loop(text) is False
     few = [t if i % 8 else 1000 + i for i, t in enumerate(text)]  # an eighth differs, so each lag agrees on 77 %
-    assert not acceptance.repeats(few)
-    assert not acceptance.repeats(text[:64])
+    assert not loops.repeats(few)
+    assert not loops.repeats(text[:64])
 
 
 def test_short_outputs_do_not_loop():
-    assert not acceptance.is_loop([7] * 11)
-    assert acceptance.is_loop([7] * 12)
-    assert not acceptance.is_loop([])
+    assert not loops.is_loop([7] * 11)
+    assert loops.is_loop([7] * 12)
+    assert not loops.is_loop([])
 
 
 def test_summary_pools_rounds():

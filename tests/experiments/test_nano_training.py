@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from experiments.nano import draft_network, export, network, optim, self_generate, trainer
+from experiments.loops import looping
+from experiments.nano import draft_network, export, network, optim, trainer
 from experiments.nano.config import DataConfig, NanoConfig, OptimizerConfig, Phase, TrainConfig
 from experiments.nano.data import domain_shares, read_corpus, windows
 from experiments.nano.state import load_dict, load_tree, save_tree
@@ -74,7 +75,7 @@ def test_looping_needs_more_than_four_repeats_of_an_8_gram():
     four = free.copy()
     for start in (64, 76, 88, 100):
         four[0, start : start + 8] = np.arange(8)
-    assert self_generate.looping(np.concatenate([free, loop, early, four])).tolist() == [False, True, False, False]
+    assert looping(np.concatenate([free, loop, early, four])).tolist() == [False, True, False, False]
 
 
 def test_schedule_warms_up_holds_and_decays_to_zero():

@@ -1,0 +1,83 @@
+"""Decodes prompts and keeps what acceptance and speed are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from experiments.loops import is_loop
+from kdjax.cli.report import Outcome
+from kdjax.decode import Completion, Decoder, Request
+from kdjax.run.experiment import Result
+from kdjax.run.ledger import Record
+from kdjax.run.statistics import Metric
+
+TAU = {
+    "tau_micro": Metric(
+        total="emitted", per="rounds", definition="tokens per verify pass over all passes, bonus token included"
+    ),
+    "tau_macro": Metric(total="tau", definition="mean over prompts of each prompt's own tau, bonus token included"),
+}
+SPEED = {
+    "tokens_per_s": Metric(
+        total="timed_tokens",
+        per="decode_s",
+        definition="tokens of verify passes per second of decoding, all streams together; without prefill and "
+        "compilation; of several repetitions the fastest",
+    ),
+}
+
+
+def decode_all(decoder: Decoder, requests: Sequence[Request]) -> Outcome:
+    completions: dict[int, Completion] = {}
+    slots: dict[int, int] = {}
+    for commit in decoder.stream(requests):
+        completions[commit.request], slots[commit.request] = commit.so_far, commit.slot
+    order = range(len(requests))
+    return Outcome([completions[i] for i in order], [slots[i] for i in order])
+
+
+def records(decoder: Decoder, requests: Mapping[str, Request], repeats: int) -> Iterator[Record]:
+    """One record a prompt; with several slots, whose times overlap, one more a repetition for the speed."""
+    outcomes = [decode_all(decoder, list(requests.values())) for _ in range(repeats)]
+    for i, name in enumerate(requests):
+        runs = [outcome.begun[i] for outcome in outcomes]
+        record = acceptance_record(name, runs[0])
+        record["timings"] = {"prefill_s": min(run.timings.prefill for run in runs)}
+        if decoder.slots == 1:
+            record["timed_tokens"] = record["emitted"]
+            record["timings"]["decode_s"] = min(run.timings.decode for run in runs)
+        yield record
+    if decoder.slots > 1:
+        for i, outcome in enumerate(outcomes):
+            timings = {"decode_s": outcome.decode_seconds}
+            yield {"unit": f"repetition {i}", "timed_tokens": outcome.statistics.emitted, "timings": timings}
+
+
+def acceptance_record(name: str, completion: Completion) -> Record:
+    statistics = completion.statistics
+    record: Record = {
+        "unit": name,
+        "rounds": statistics.rounds,
+        "emitted": statistics.emitted,
+        "accepted_by_depth": list(statistics.accepted_by_depth),
+        "loops": is_loop(completion.token_ids),
+        "token_ids": list(completion.token_ids),
+    }
+    return record | ({"tau": statistics.tau} if statistics.rounds else {})
+
+
+def same_tokens(results: Sequence[Result]) -> str:
+    """Whether all cells gave each prompt the same tokens, as a sentence."""
+    texts: dict[str, set[tuple[int, ...]]] = {}
+    for record in (record for result in results for record in result.records if "token_ids" in record):
+        texts.setdefault(record["unit"], set()).add(tuple(record["token_ids"]))
+    same = sum(len(different) == 1 for different in texts.values())
+    return f"the tokens of {same} of {len(texts)} prompts are the same in all {len(results)} cells"
+
+
+def loops(results: Sequence[Result]) -> str:
+    """How many outputs run in circles, which flatters every drafter."""
+    flags = [record["loops"] for result in results for record in result.records if "loops" in record]
+    return (
+        f"{sum(flags)} of {len(flags)} outputs end in a loop, whose drafts are accepted more easily; tau includes them"
+    )

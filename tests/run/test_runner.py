@@ -1,0 +1,186 @@
+"""Sweeps: every cell once, whatever fails or is killed; and the comparison of two runs."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import experiments
+from kdjax import cli
+from kdjax.run import plot
+from kdjax.run.ledger import Ledger
+from tests.run import toy
+
+SWEEP = 'experiment = "toy"\nx = [1, 2, 3, 4]\nunits = 3\n'
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(experiments.EXPERIMENTS, "toy", "toy")
+    monkeypatch.setitem(sys.modules, "experiments.toy", toy)
+
+
+@pytest.fixture
+def kdjax(tmp_path, capsys):
+    file = tmp_path / "toy.toml"
+    file.write_text(SWEEP)
+
+    def call(*args):
+        status = cli.main([str(file) if a == "TOML" else str(a) for a in args])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def without_timings(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().split(b"\n") if line]
+    for line in lines:
+        line.pop("timings", None)
+    summary = read(folder, "summary.json")
+    for cell in summary["cells"].values():
+        cell.pop("seconds")
+    return lines, summary
+
+
+def test_a_run_leaves_config_provenance_metrics_summary_and_plot(kdjax, tmp_path):
+    status, out, _ = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert status == 0 and "x=4 is 17 high" in out and "x squared, mean over units" in out
+    names = {file.name for file in (tmp_path / "r").iterdir()}
+    assert names == {"config.toml", "provenance.json", "metrics.jsonl", "summary.json", "plot.png"}
+    assert read(tmp_path / "r", "summary.json")["cells"]["x=2"]["height"]["value"] == 5.0
+    assert read(tmp_path / "r", "provenance.json")["devices"]
+    assert (tmp_path / "r" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    again = kdjax("run", tmp_path / "r" / "config.toml", "--print-config")[1]
+    assert again == (tmp_path / "r" / "config.toml").read_text()
+
+
+def test_a_finished_run_is_shown_again_and_not_measured_again(kdjax, tmp_path):
+    kdjax("run", "TOML", "--out", tmp_path / "r")
+    before = (tmp_path / "r" / "metrics.jsonl").read_bytes()
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert status == 0 and "4 of 4 cells are there already" in err and "x=4 is 17 high" in out
+    assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_failed_cell_loses_no_other_and_is_tried_again(kdjax, tmp_path):
+    (tmp_path / "toy.toml").write_text('experiment = "toy"\nx = 1\nfails = [false, true]\n')
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert status == 1 and "cell fails=true failed: RuntimeError: as asked for" in err and "failed" in out
+    summary = read(tmp_path / "r", "summary.json")
+    assert list(summary["cells"]) == ["fails=false"] and summary["failed"] == {
+        "fails=true": "RuntimeError: as asked for"
+    }
+    assert "in measure" in (tmp_path / "r" / "errors.log").read_text()
+    ledger = Ledger(tmp_path / "r" / "metrics.jsonl")
+    assert len(ledger.cells["fails=false"]) == 3 and "fails=true" not in ledger.cells
+    toy_measure, toy.measure = toy.measure, lambda config: iter([{"unit": "u0", "y": 1.0, "weight": 1}])
+    try:
+        assert kdjax("run", "TOML", "--out", tmp_path / "r")[0] == 0
+    finally:
+        toy.measure = toy_measure
+    assert read(tmp_path / "r", "summary.json")["failed"] == {}
+
+
+def test_a_file_cut_anywhere_gives_the_same_run(kdjax, tmp_path):
+    kdjax("run", "TOML", "--out", tmp_path / "whole", "--no-plots")
+    whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    kdjax("run", "TOML", "--out", tmp_path / "cut", "--no-plots")
+    for size in random.Random(0).sample(range(len(whole)), 25):
+        (tmp_path / "cut" / "metrics.jsonl").write_bytes(whole[:size])
+        assert kdjax("run", "TOML", "--out", tmp_path / "cut", "--no-plots")[0] == 0
+        assert without_timings(tmp_path / "cut") == without_timings(tmp_path / "whole")
+
+
+def kill_and_continue(tmp_path, kills):
+    (tmp_path / "toy.toml").write_text(SWEEP + "pause = 0.05\n")
+    command = [sys.executable, "-m", "tests.run.toy_main", "run", str(tmp_path / "toy.toml"), "--no-plots", "--out"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    chance = random.Random(0)
+    for _ in range(kills):
+        victim = subprocess.Popen([*command, str(tmp_path / "killed")], stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while not metrics.exists() and victim.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.6))
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+    subprocess.run([*command, str(tmp_path / "killed")], check=True, capture_output=True)
+    assert without_timings(tmp_path / "killed") == without_timings(tmp_path / "whole")
+
+
+def test_a_killed_run_continues(tmp_path):
+    kill_and_continue(tmp_path, 1)
+
+
+@pytest.mark.full
+def test_a_run_killed_ten_times_continues(tmp_path):
+    kill_and_continue(tmp_path, 10)
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--set", "y=3"], "--set y=3: unknown key 'y' at the top level: choose from x, units, fails, shift, pause"),
+        (["--set", "experiment=toi"], "experiment = 'toi' does not exist: did you mean toy?"),
+        (["--set", "x=[1,'a']"], "x = 'a': expected `int`"),
+    ],
+)
+def test_bad_input_is_one_line(kdjax, tmp_path, args, said):
+    status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", *args)
+    assert status == 2 and said in err and err.count("\n") == 1 and not (tmp_path / "r").exists()
+
+
+def test_settings_and_provenance_are_not_mixed(kdjax, tmp_path):
+    kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "fails=[false,true]")
+    status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "x=5")
+    assert status == 2 and "is of a run with other settings" in err
+    record = read(tmp_path / "r", "provenance.json")
+    record["versions"]["jax"] = "0.0"
+    (tmp_path / "r" / "provenance.json").write_text(json.dumps(record))
+    status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "fails=[false,true]")
+    assert status == 2 and "was measured with another versions.jax" in err
+
+
+def test_a_folder_stands_for_the_experiments_in_it(kdjax, tmp_path):
+    (tmp_path / "second.toml").write_text('experiment = "toy"\nx = 7\n')
+    (tmp_path / "other.toml").write_text("model = 1\n")
+    assert kdjax("run", tmp_path, "--smoke", "--no-plots", "--out", tmp_path / "all")[0] == 0
+    assert {f.name for f in (tmp_path / "all").iterdir()} == {"toy-smoke", "second-smoke"}
+    (tmp_path / "empty").mkdir()
+    status, _, err = kdjax("run", tmp_path / "empty")
+    assert status == 2 and "has no TOML file with experiment = NAME" in err
+
+
+def test_without_matplotlib_nothing_is_measured(kdjax, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert status == 2 and 'pip install "kdjax[plots]"' in err and not (tmp_path / "r").exists()
+    with pytest.raises(ValueError, match="--no-plots"):
+        plot.require()
+    assert kdjax("run", "TOML", "--out", tmp_path / "r", "--no-plots")[0] == 0
+
+
+def test_compare_gives_paired_differences(kdjax, tmp_path):
+    for name, shift in (("a", 0), ("b", 0.5), ("c", 0)):
+        kdjax("run", "TOML", "--out", tmp_path / name, "--no-plots", "--set", f"shift={shift}")
+    status, out, _ = kdjax("compare", tmp_path / "a", tmp_path / "b", "--json")
+    rows = json.loads(out)["differences"]
+    height = next(r for r in rows if (r["cell_a"], r["metric"]) == ("x=1", "height"))
+    assert status == 0 and height["paired"] and height["n"] == 3 and height["significant"]
+    assert [height[k] for k in ("difference", "low", "high", "change")] == pytest.approx([0.5, 0.5, 0.5, 0.25])
+    rows = json.loads(kdjax("compare", tmp_path / "a", tmp_path / "c", "--json")[1])["differences"]
+    assert not any(r["significant"] for r in rows if r["metric"] == "height")
+    out = kdjax("compare", tmp_path / "a", tmp_path / "a", "--cells", "x=1", "x=2")[1]
+    assert "x=1 | x=2" in out and "+3 [+3, +3]" in out
+    assert "did you mean x=1?" in kdjax("compare", tmp_path / "a", tmp_path / "a", "--cells", "x=11", "x=2")[2]
+    status, _, err = kdjax("compare", tmp_path, tmp_path / "a")
+    assert status == 2 and "holds no finished run" in err
