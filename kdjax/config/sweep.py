@@ -56,15 +56,16 @@ def read_sweep(
         document.data = merge(document.data, small)
     for text in overrides:
         document.override(text)
-    name = document.data.pop("experiment", None)
-    _need(isinstance(name, str), f"{file}: no experiment is named: add experiment = NAME")
-    kind = kind_of(name)
+    experiment = document.data.pop("experiment", None)
+    _need(isinstance(experiment, str), f"{file}: no experiment is named: add experiment = NAME")
+    kind = kind_of(experiment)
     entries = document.data.pop("cells", None) or [{}]
     tables = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     _need(tables, f"{file}: cells must be tables: write [[cells]] above each")
     for key, source in document.sources.items():
         hidden = all(key in dict(_leaves(entry)) for entry in entries)
-        _need(not hidden, f"{source}: every table of [[cells]] sets {'.'.join(key)}: leave them out by --set cells=[]")
+        name = ".".join(key)
+        _need(not hidden, f"{source}: every table of [[cells]] sets {name}: leave them out by --set cells=[]")
     if not smoke:
         check_keys(kind, {key: value for key, value in small.items() if key != "cells"}, ("smoke",), document.source)
 
@@ -81,7 +82,9 @@ def read_sweep(
     cells = tuple(Cell(name, config) for name, (_, config) in zip(_names([p for p, _ in points]), points, strict=True))
     twins = [name for name, count in collections.Counter(cell.name for cell in cells).items() if count > 1]
     _need(not twins, f"{file}: the sweep has {twins[:1]} twice: drop one")
-    return Sweep(name, cells, {"experiment": name} | _resolved(document.data, entries, kind, cells[0].config))
+    return Sweep(
+        experiment, cells, {"experiment": experiment} | _resolved(document.data, entries, kind, cells[0].config)
+    )
 
 
 def merge(tables: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
