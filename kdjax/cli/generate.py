@@ -16,7 +16,7 @@ from kdjax.cli import models, options, prompts
 from kdjax.cli.interrupt import EXIT_INTERRUPTED, Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.start import configure_jax
-from kdjax.config import GenerateConfig, dumps, load
+from kdjax.config import Cluster, GenerateConfig, dumps, load
 from kdjax.errors import KdjaxError
 from kdjax.run import RunFolder, provenance
 
@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="VALUE",
             help=f"{note} ({key}{shown})",
         )
+    parser.add_argument(
+        "--mesh", type=Path, metavar="FILE", help="split the model over devices: configs/meshes/NAME.toml"
+    )
     parser.add_argument("--compare", action="store_true", help="also decode by chain and autoregressively")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     parser.add_argument("--out", type=Path, metavar="DIR", help="save config, provenance and metrics there")
@@ -61,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     try:
-        config = load(GenerateConfig, args.config, args.overrides)
+        config = load(GenerateConfig, args.config, [*_mesh(args.mesh), *args.overrides])
     except KdjaxError as error:
         raise KdjaxError(options.as_typed(str(error), args.typed)) from error
     if args.print_config:
@@ -93,6 +96,14 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
         outcomes = _decode(session, modes, live, status, interrupt)
     interrupted = interrupt.pressed
     return _report(session, live.texts, outcomes, folder, margin, interrupted=interrupted, as_json=args.json)
+
+
+def _mesh(file: Path | None) -> list[str]:
+    """The [mesh] of a mesh file as overrides, which explicit ones follow and win over."""
+    if file is None:
+        return []
+    mesh = load(Cluster, file).mesh
+    return [f"mesh.{name}={json.dumps(getattr(mesh, name))}" for name in mesh.__struct_fields__]
 
 
 def _modes(chosen: str, *, compare: bool) -> list[str]:

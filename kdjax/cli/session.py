@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,23 @@ from kdjax.checkpoint import load_drafter, load_target
 from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.report import Outcome
-from kdjax.config import GenerateConfig
+from kdjax.config import ONE_DEVICE, GenerateConfig, MeshConfig, ModelConfig
 from kdjax.config.generate import RuntimeSection
 from kdjax.decode import Completion, DecodeConfig, Decoder, Request
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
+from kdjax.sharding import make_mesh, target_shardings
 from kdjax.tokenizer import Tokenizer
 
 
-def runtime_of(section: RuntimeSection) -> Runtime:
+def runtime_of(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> Runtime:
     return Runtime(
         compute_dtype=section.compute_dtype,
         cache_dtype=section.cache_dtype,
         backend=section.backend,
         expert_weights=section.expert_weights,
-        layout=section.layout,
+        layout=section.layout or ("fused" if mesh.devices == 1 else "checkpoint"),
+        mesh=mesh,
     )
 
 
@@ -34,9 +36,9 @@ class Session:
     def __init__(self, config: GenerateConfig, target: Path, drafter: Path | None, prompts: Sequence[str]) -> None:
         self.backend = config.runtime.backend
         self._decode = config.decode
-        self._runtime = runtime_of(config.runtime)
+        self._runtime = runtime_of(config.runtime, config.mesh)
         self._tokenizer = Tokenizer.from_checkpoint(target)
-        self._target = load_target(target, self._runtime)
+        self._target = load_target(target, self._runtime, shardings=self._shardings())
         if (vocabulary := self._target.config.vocab_size) != self._tokenizer.vocab_size:
             raise KdjaxError(
                 f"{target}: the tokenizer has {self._tokenizer.vocab_size} ids and the model {vocabulary}: "
@@ -91,6 +93,13 @@ class Session:
                     live.finish(commit.request)
         order = range(len(self._requests))
         return Outcome([so_far.get(i) for i in order], [slot_of.get(i) for i in order])
+
+    def _shardings(self) -> Callable[[ModelConfig], Any] | None:
+        """Where the target's weights belong, so that each device reads its own; None is one device."""
+        if self._runtime.mesh.devices == 1:
+            return None
+        devices = make_mesh(self._runtime.mesh)
+        return lambda config: target_shardings(config, self._runtime, devices)
 
     def _encode(self, text: str, config: GenerateConfig) -> list[int]:
         if not config.prompt.chat:

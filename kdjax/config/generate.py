@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from kdjax.config.decode import AtLeast1, DecodeConfig
+from kdjax.config.mesh import ONE_DEVICE, MeshConfig
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +43,8 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Numerics and compilation. Equality of all decoding modes is promised for float32.
 
     `expert_weights` "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them once, at load.
-    `layout` "fused" rearranges the weights at load for small float32 models on CPU; "checkpoint" leaves them alone.
+    `layout` "fused" rearranges the weights at load for small float32 models on CPU; "checkpoint" leaves them
+    alone; absent, it is fused on one device and checkpoint on a mesh.
     `compilation_cache` keeps compiled programs in the user's cache folder, so that a second start is fast.
     """
 
@@ -50,7 +52,7 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
     backend: Literal["xla", "triton", "interpret"] = "xla"
     expert_weights: Literal["packed", "dequantized"] = "dequantized"
-    layout: Literal["fused", "checkpoint"] = "fused"
+    layout: Literal["fused", "checkpoint"] | None = None
     compilation_cache: bool = True
 
 
@@ -59,3 +61,4 @@ class GenerateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt: PromptSection = PromptSection()
     decode: DecodeSection = DecodeSection()
     runtime: RuntimeSection = RuntimeSection()
+    mesh: MeshConfig = ONE_DEVICE

@@ -10,4 +10,5 @@ from kdjax.sharding.table import drafter_rules as drafter_rules
 from kdjax.sharding.table import drafter_specs as drafter_specs
 from kdjax.sharding.table import kv_cache_rules as kv_cache_rules
 from kdjax.sharding.table import target_rules as target_rules
+from kdjax.sharding.table import target_shardings as target_shardings
 from kdjax.sharding.table import target_specs as target_specs

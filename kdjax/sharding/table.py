@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import Mesh
+
 from kdjax.config import DrafterConfig, MeshConfig, ModelConfig
+from kdjax.model import k2
+from kdjax.model.runtime import Runtime
 from kdjax.model.sequence import BLOCK
-from kdjax.sharding.rules import Rule, Split, partition
+from kdjax.sharding.rules import Rule, Split, partition, shardings
 
 
 def target_rules(config: ModelConfig, mesh: MeshConfig) -> tuple[Rule, ...]:
@@ -104,3 +108,8 @@ def target_specs(params: Any, config: ModelConfig, mesh: MeshConfig) -> Any:
 def drafter_specs(params: Any, config: DrafterConfig, mesh: MeshConfig) -> Any:
     """`target_specs` for the drafter (`kdjax.drafter.abstract_params`)."""
     return partition(params, drafter_rules(config, mesh), mesh)
+
+
+def target_shardings(config: ModelConfig, runtime: Runtime, mesh: Mesh) -> Any:
+    """`NamedSharding`s of the params that `runtime` needs, over the devices of `runtime.mesh`."""
+    return shardings(target_specs(k2.abstract_params(config, runtime), config, runtime.mesh), mesh)

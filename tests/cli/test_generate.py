@@ -71,6 +71,18 @@ def test_several_prompts_wait_for_slots_and_keep_their_order_and_tokens(generate
     assert [stream["token_ids"] for stream in together["streams"]] == alone
 
 
+def test_a_mesh_gives_the_same_tokens(generate, tmp_path):
+    file = tmp_path / "mesh.toml"
+    file.write_text("[mesh]\nexpert = 4\n")
+    one = json.loads(generate("--json", "pair").out)
+    mesh = json.loads(generate("--json", "--mesh", str(file), "--set", "mesh.expert=2", "pair").out)
+    for figure in ("token_ids", "rounds", "finish_reason"):
+        assert mesh["streams"][0][figure] == one["streams"][0][figure]
+    assert mesh["text"] == one["text"]
+    said = generate("--mesh", str(file), "pair", status=2).err
+    assert "self_attn.kv_b_proj.weight" in said and "cannot be cut into 4 parts" in said
+
+
 def test_run_folder_is_complete(generate, tmp_path):
     generate("--out", str(tmp_path / "run"), "--compare", "x")
     folder = tmp_path / "run"
