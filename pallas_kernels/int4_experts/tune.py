@@ -96,9 +96,9 @@ def _token_tiles(density: float) -> Sequence[int]:
 
 
 class Tuner:
-    def __init__(self, folder: Path, backend: str, shape: Shape) -> None:
+    def __init__(self, folder: Path, backend: str, shape: Shape, start: dict[str, Any]) -> None:
         self.folder, self.backend, self.shape = folder, backend, shape
-        self.table = json.loads(json.dumps(device_table(device_kind())))
+        self.table = json.loads(json.dumps(start))
         self.rows: list[dict[str, Any]] = []
         self._experts: tuple[int, TiledExperts] | None = None
 
@@ -211,13 +211,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=600, help="divided among the cells")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--table", type=Path, help="start from the choices in this file instead of the device's")
     parser.add_argument("--backend", default="triton", choices=("triton", "interpret"))
     parser.add_argument(
         "--shape", type=int, nargs=3, default=(EXPERTS, HIDDEN, TOP_K), metavar="N", help="experts, hidden, top-k"
     )
     options = parser.parse_args(argv)
 
-    tuner = Tuner(options.out, options.backend, Shape(*options.shape))
+    start = json.loads(options.table.read_text()) if options.table else device_table(device_kind())
+    tuner = Tuner(options.out, options.backend, Shape(*options.shape), start)
     cells = list(itertools.product(options.widths, options.tokens))
     end = time.monotonic() + options.seconds
     for i, (inner, tokens) in enumerate(cells):
