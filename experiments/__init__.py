@@ -1,6 +1,10 @@
 """Experiments: training of the small bundled model (`nano`), and what `kdjax run` runs, one module each."""
 
 EXPERIMENTS = {
+    "acceptance_by_depth": "how deep drafts are accepted, chain and trees (DDTree, figure 4)",
     "budget_sweep": "tau and speed by the number of tree nodes (DDTree, figure 3)",
+    "drafter_precision": "the drafter in bf16 and INT4",
+    "throughput": "decode throughput by concurrency, slots refilled",
+    "tree_builder": "the heap on the host against the device builder",
 }
 """What each does, by the name that a config gives in its key `experiment`."""

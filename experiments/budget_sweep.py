@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from experiments import decoding, workbench
-from kdjax.config.decode import AtLeast1, DecodeConfig
-from kdjax.config.generate import ModelSection, RuntimeSection
+from experiments import decoding
+from experiments.decoding import Config as Config
+from experiments.decoding import inputs as inputs
+from experiments.decoding import measure as measure
 from kdjax.run import plot
-from kdjax.run.experiment import Inputs, Result
-from kdjax.run.ledger import Record
+from kdjax.run.experiment import Result
 from kdjax.run.statistics import difference
 
 CLAIM = "DDTree (arXiv 2604.12989), figure 3: tau keeps growing with the budget, the speed-up peaks and falls"
 METRICS = decoding.TAU | decoding.SPEED
-
-
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`slots` prompts at once. Each prompt is decoded `repeats` times; only the times of the repetitions differ."""
-
-    model: ModelSection = ModelSection()
-    decode: DecodeConfig = DecodeConfig()
-    prompts: workbench.PromptsSection = workbench.PromptsSection()
-    runtime: RuntimeSection = RuntimeSection()
-    slots: AtLeast1 = 1
-    repeats: AtLeast1 = 3
-
-
-def inputs(config: Config) -> Inputs:
-    return workbench.inputs(config.model, config.runtime, config.prompts)
-
-
-def measure(config: Config) -> Iterator[Record]:
-    models = workbench.pair(config.model, config.runtime)
-    requests = workbench.requests(config.prompts, models.tokenizer)
-    decoder = workbench.decoder(models, config.decode, list(requests.values()), config.slots)
-    yield from decoding.records(decoder, requests, config.repeats)
 
 
 def conclude(results: Sequence[Result]) -> list[str]:

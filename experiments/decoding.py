@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
+from experiments import workbench
 from experiments.loops import is_loop
 from kdjax.cli.report import Outcome
+from kdjax.config.decode import AtLeast1, DecodeConfig
+from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.decode import Completion, Decoder, Request
-from kdjax.run.experiment import Result
+from kdjax.run.experiment import Inputs, Result
 from kdjax.run.ledger import Record
 from kdjax.run.statistics import Metric
 
@@ -25,6 +30,29 @@ SPEED = {
         "compilation; of several repetitions the fastest",
     ),
 }
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`slots` prompts at once. Each prompt is decoded `repeats` times; only the times of the repetitions differ."""
+
+    model: ModelSection = ModelSection()
+    decode: DecodeConfig = DecodeConfig()
+    prompts: workbench.PromptsSection = workbench.PromptsSection()
+    runtime: RuntimeSection = RuntimeSection()
+    slots: AtLeast1 = 1
+    repeats: AtLeast1 = 1
+
+
+def inputs(config: Config) -> Inputs:
+    return workbench.inputs(config.model, config.runtime, config.prompts)
+
+
+def measure(config: Config) -> Iterator[Record]:
+    tokenizer = workbench.pair(config.model, config.runtime).tokenizer
+    requests = workbench.requests(config.prompts, tokenizer)
+    context = workbench.context_for(list(requests.values()))
+    decoder = workbench.decoder(config.model, config.runtime, config.decode, config.slots, context)
+    yield from records(decoder, requests, config.repeats)
 
 
 def decode_all(decoder: Decoder, requests: Sequence[Request]) -> Outcome:
@@ -72,7 +100,7 @@ def same_tokens(results: Sequence[Result]) -> str:
     for record in (record for result in results for record in result.records if "token_ids" in record):
         texts.setdefault(record["unit"], set()).add(tuple(record["token_ids"]))
     same = sum(len(different) == 1 for different in texts.values())
-    return f"the tokens of {same} of {len(texts)} prompts are the same in all {len(results)} cells"
+    return f"the tokens of {same} of {len(texts)} prompts are the same in every one of {len(results)} cell(s)"
 
 
 def loops(results: Sequence[Result]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -123,11 +124,15 @@ def requests(section: PromptsSection, tokenizer: Tokenizer) -> dict[str, Request
     }
 
 
-def context_for(many: list[Request]) -> int:
-    return max(len(r.prompt_ids) + r.max_new_tokens for r in many)
+def context_for(many: Sequence[Request]) -> int:
+    """Tokens that the longest of the requests takes, rounded up so that runs over other prompts share a program."""
+    return -(-max(len(r.prompt_ids) + r.max_new_tokens for r in many) // 64) * 64
 
 
-def decoder(models: Pair, config: DecodeConfig, many: list[Request], slots: int) -> Decoder:
-    """A decoder with room for the longest of the requests."""
+@functools.lru_cache(maxsize=8)
+def decoder(model: ModelSection, runtime: RuntimeSection, config: DecodeConfig, slots: int, context: int) -> Decoder:
+    """Compiled once for all cells that decode alike."""
+    models = pair(model, runtime)
+    context = min(context, models.target.config.max_position_embeddings)
     drafter = None if config.mode == "autoregressive" else models.drafter
-    return Decoder(models.target, drafter, config, models.runtime, slots=slots, context=context_for(many))
+    return Decoder(models.target, drafter, config, models.runtime, slots=slots, context=context)

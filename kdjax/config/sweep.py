@@ -44,8 +44,8 @@ def read_sweep(
 
     A list given for a key that holds one value makes an axis (for a key that holds a list: a list of lists). Each table
     of `[[cells]]` changes keys for a sweep of its own, so that cells can be listed one by one; an empty table is the
-    sweep of the file itself. `[smoke]` changes keys where `smoke` is asked for. Overrides come last and win over both, but a
-    table of `[[cells]]` keeps its own keys.
+    sweep of the file itself. `[smoke]` changes keys where `smoke` is asked for. Overrides come last and win over both,
+    but a table of `[[cells]]` keeps its own keys.
 
     Raises KdjaxError as `load` does, and where an axis is empty, two cells are the same or an override changes nothing.
     """
