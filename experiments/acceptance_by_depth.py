@@ -14,7 +14,7 @@ from kdjax.run.experiment import Result
 from kdjax.run.ledger import Record
 from kdjax.run.statistics import Estimate, Metric, estimate
 
-CLAIM = "DDTree (arXiv 2604.12989), figure 4: beside the chain, the tree moves rounds from short accepted lengths to long ones"
+CLAIM = "DDTree (arXiv 2604.12989), figure 4: trees move rounds from short accepted lengths to long ones"
 METRICS = decoding.TAU | {
     "nothing_accepted": Metric(
         total="none", per="rounds", definition="share of rounds that commit the bonus token alone"
@@ -48,8 +48,8 @@ def conclude(results: Sequence[Result]) -> list[str]:
         )
         decode = tree.config.decode
         findings.append(
-            f"at temperature {decode.temperature:g} the tree of {decode.budget} nodes brings the rounds that accept nothing "
-            f"from {before[0]} to {after[0]} and those that accept everything from {before[1]} to {after[1]}"
+            f"at temperature {decode.temperature:g} the tree of {decode.budget} nodes brings the rounds that accept "
+            f"nothing from {before[0]} to {after[0]} and those that accept everything from {before[1]} to {after[1]}"
         )
     return [*findings, decoding.loops(results)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.model import parallel
@@ -23,17 +23,20 @@ class Block(nnx.Module):
         self.self_attn = mla(c, runtime)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, runtime.dtype)
         self.attention_axes = runtime.mesh.model_axes
-        self.mlp_axes = runtime.mesh.all_axes if c.is_moe(layer) else runtime.mesh.model_axes
-        self.mlp = moe(c, runtime) if c.is_moe(layer) else mlp(c.hidden_size, c.intermediate_size, runtime.dtype)
+        self.is_moe = c.is_moe(layer)
+        self.mlp_axes = runtime.mesh.all_axes if self.is_moe else runtime.mesh.model_axes
+        self.mlp = moe(c, runtime) if self.is_moe else mlp(c.hidden_size, c.intermediate_size, runtime.dtype)
 
     def __call__(
         self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
-    ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
-        """The residual stream after the layer, and the layer's cache rows with those of `x` appended.
+    ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"], Int32[Array, "slots q top_k"] | None]:
+        """The residual stream after the layer, the layer's cache rows with those of `x` appended, and the routed
+        experts of each token, None in a dense layer.
 
         Both halves return this device's part of a sum: two all-reduces per layer, and no other exchange of activations.
         """
         attended, rows = self.self_attn(self.input_layernorm(x), rows, step)
         x = x + parallel.total(attended, self.attention_axes)
-        moved = self.mlp(self.post_attention_layernorm(x))
-        return x + parallel.total(moved, self.mlp_axes), rows
+        normed = self.post_attention_layernorm(x)
+        moved, routing = self.mlp(normed) if self.is_moe else (self.mlp(normed), None)
+        return x + parallel.total(moved, self.mlp_axes), rows, routing

@@ -155,13 +155,16 @@ class MoE(nnx.Module):
         inner = config.moe_intermediate_size * config.n_shared_experts
         self.shared_experts = MLP(config.hidden_size, inner, runtime.dtype) if inner else None
 
-    def __call__(self, x: Float[Array, "slots q hidden"]) -> Float[Array, "slots q hidden"]:
+    def __call__(
+        self, x: Float[Array, "slots q hidden"]
+    ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
+        """The result, and the routed experts of each token."""
         tokens = x.reshape(-1, x.shape[-1])
         indices, weights = self.gate(tokens)
         y = self.experts(tokens, indices, weights)
         if self.shared_experts is not None:
             y = y + self._once(self.shared_experts(tokens))
-        return y.reshape(x.shape)
+        return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)
 
     def _once(self, shared: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """Zero on all but one of the devices that hold the same part: the sum over the mesh must have it once."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.model import cache as kv
@@ -100,7 +100,10 @@ class FusedMoE(nnx.Module):
         self.gate = Router(config, runtime)
         self.experts = FusedExperts(config, runtime.dtype)
 
-    def __call__(self, x: Float[Array, "slots q hidden"]) -> Float[Array, "slots q hidden"]:
+    def __call__(
+        self, x: Float[Array, "slots q hidden"]
+    ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
+        """The result, and the routed experts of each token."""
         c, experts = self.config, self.experts
         tokens = x.reshape(-1, x.shape[-1])
         indices, weights = self.gate(tokens)
@@ -113,7 +116,7 @@ class FusedMoE(nnx.Module):
             *(w.get_value() for w in (experts.gate_up, experts.all_gate_up, experts.down)),
             backend=self.runtime.backend,
         )
-        return y.reshape(x.shape)
+        return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)
 
 
 def fuse(params: Params, config: ModelConfig) -> Params:

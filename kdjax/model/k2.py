@@ -75,11 +75,13 @@ class Forward:
         hidden: [slots, q, hidden], after the final norm.
         taps: [slots, q, len(taps) * hidden], un-normed residual streams in the order asked for.
         cache: with the new rows appended, lengths not advanced.
+        routing: per MoE layer, int32 [slots, q, top_k]: the routed experts of each token, padding included.
     """
 
     hidden: Any
     taps: Any
     cache: KVCache
+    routing: tuple[Any, ...] = ()
 
 
 def forward(
@@ -108,7 +110,7 @@ def forward(
         runtime: static.
 
     Returns:
-        hidden after the final norm, the taps, and the cache with the new rows appended.
+        hidden after the final norm, the taps, the cache with the new rows appended, and the experts in use.
 
     Raises:
         KdjaxError: a tap layer does not exist.
@@ -137,15 +139,17 @@ def forward(
     step = Step(cos, sin, cache.lengths, own_lengths, ancestors, plan)
 
     x = embed(params, tokens, runtime)
-    latent, tapped = [], {}
+    latent, routing, tapped = [], [], {}
     for i, block in enumerate(model.layers):
         with jax.named_scope(f"layer_{i}"):
-            x, rows = block(x, cache.latent[i], step)
+            x, rows, chosen = block(x, cache.latent[i], step)
         latent.append(rows)
+        if chosen is not None:
+            routing.append(chosen)
         if i in taps:
             tapped[i] = x
     tap_features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else x[..., :0]
-    return Forward(model.norm(x), tap_features, KVCache(tuple(latent), cache.lengths))
+    return Forward(model.norm(x), tap_features, KVCache(tuple(latent), cache.lengths), tuple(routing))
 
 
 def embed(params: Params, tokens: Int32[Array, "*lead"], runtime: Runtime) -> Float[Array, "*lead hidden"]:
