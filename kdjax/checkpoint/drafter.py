@@ -4,41 +4,78 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 from kdjax import drafter as dflash
 from kdjax.checkpoint.files import TensorFolder, sha256
 from kdjax.checkpoint.hf_config import read_drafter_config, write_drafter_config
 from kdjax.checkpoint.layout import drafter_leaves
 from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_params
+from kdjax.checkpoint.progress import Monitor
+from kdjax.checkpoint.revision import check_revisions
 from kdjax.checkpoint.writer import by_size, write_folder
-from kdjax.config import DrafterConfig, ModelConfig, ModelPair
+from kdjax.config import ONE_DEVICE, DrafterConfig, ModelConfig, check_pair
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
+from kdjax.sharding import drafter_specs, make_mesh
+from kdjax.sharding import shardings as shardings_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
+    """`mismatch_allowed`: it need not have been trained for the target that it is used with."""
+
     config: DrafterConfig
     params: Params
+    mismatch_allowed: bool = False
 
 
 def load_drafter(
-    path: str | pathlib.Path, runtime: Runtime, target_config: ModelConfig, *, expected_sha256: str | None = None
+    path: str | pathlib.Path,
+    runtime: Runtime,
+    target_config: ModelConfig,
+    *,
+    target_path: str | pathlib.Path | None = None,
+    allow_mismatch: bool = False,
+    expected_sha256: str | None = None,
+    shardings: Callable[[DrafterConfig], Any] | None = None,
+    monitor: Monitor | None = None,
 ) -> Drafter:
-    """Read config and weights and check that they belong to the target. Weights take `runtime.compute_dtype`.
+    """Verify a checkpoint and that it belongs to the target, then read it. Weights take `runtime.compute_dtype`.
 
-    `expected_sha256` pins the bytes (`kdjax.checkpoint.sha256`): different drafters have been published under one name.
+    Args:
+        path: the folder.
+        runtime: static.
+        target_config: of the target; layers, hidden size and vocabulary must be those the drafter was trained for.
+        target_path: the target's folder, to compare the names of the two published models where they are known.
+        allow_mismatch: use the drafter with another target than its own, as long as it can run.
+        expected_sha256: pins the bytes (`kdjax.checkpoint.sha256`): different drafters have been published under one
+            name.
+        shardings: as of `load_target`.
+        monitor: as of `load_target`.
 
     Raises:
         KdjaxError: an unsupported config, a drafter for another target, damaged files, or another hash.
     """
     config = read_drafter_config(path)
-    ModelPair(target=target_config, drafter=config)
+    check_pair(target_config, config, allow_mismatch=allow_mismatch)
+    if target_path is not None and not allow_mismatch:
+        check_revisions(path, target_path)
     if expected_sha256 is not None and (found := sha256(path)) != expected_sha256:
         raise KdjaxError(f"{path} has sha256 {found}, expected {expected_sha256}: use the pinned revision")
     leaves = list(drafter_leaves(config))
-    params = load_params(TensorFolder(path, expected=expected_tensors(leaves)), leaves, runtime)
-    return Drafter(config, dflash.arrange(params, runtime))
+    files = TensorFolder(path, expected=expected_tensors(leaves))
+    placed = shardings(config) if shardings else _on_mesh(config, runtime)
+    params = load_params(files, leaves, runtime, shardings=placed, monitor=monitor)
+    return Drafter(config, dflash.arrange(params, runtime), allow_mismatch)
+
+
+def _on_mesh(config: DrafterConfig, runtime: Runtime) -> Any:
+    if runtime.mesh == ONE_DEVICE:
+        return None
+    specs = drafter_specs(dflash.abstract_params(config, runtime), config, runtime.mesh)
+    return shardings_of(specs, make_mesh(runtime.mesh))
 
 
 def save_drafter(

@@ -75,7 +75,7 @@ def shards(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | N
         return [folder / SINGLE], None
     weight_map = _read_index(index)
     names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if pathlib.PurePath(name).name != name or "\\" in name or "\0" in name]:
+    if outside := [name or "''" for name in names if name in ("", ".", "..") or any(c in name for c in "/\\\0")]:
         raise KdjaxError(f"{index} names files outside its folder ({some(outside)}): download it again")
     return [folder / name for name in names], weight_map
 

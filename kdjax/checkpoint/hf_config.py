@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
 import re
+import stat
 from typing import Any, NamedTuple
 
+from kdjax.checkpoint.header import shown, unique
 from kdjax.config import DrafterConfig, Int4Config, ModelConfig, YarnConfig
 from kdjax.errors import KdjaxError
 
@@ -30,7 +33,12 @@ TARGET_ASSUMES: dict[str, Any] = {
     "topk_group": 1,
     "topk_method": "noaux_tc",
 }
-DRAFTER_ASSUMES: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False}
+DRAFTER_ASSUMES: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "model_type": "qwen3",
+    "tie_word_embeddings": False,
+}
 
 TARGET_SIZES = (
     "vocab_size",
@@ -60,6 +68,43 @@ DRAFTER_SIZES = (
     "block_size",
     "num_target_layers",
     "max_position_embeddings",
+)
+
+# Keys of a drafter that change nothing in its forward pass. Any other key is read or refused: a new one may well.
+DRAFTER_IGNORES = frozenset(
+    (
+        "_name_or_path",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "max_window_layers",
+        "pad_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    )
+)
+DRAFTER_READS = frozenset(
+    ("architectures", "dflash_config", "is_causal", "layer_types", "rms_norm_eps", "sliding_window")
+    + ("rope_parameters", "rope_scaling", "rope_theta", "use_sliding_window")
+)
+ROPE_READS = frozenset(
+    ("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    + ("mscale", "mscale_all_dim", "attention_factor", "truncate", "partial_rotary_factor")
+)
+
+# What compressed-tensors writes. An unknown key may mean another order of nibbles or another meaning of scales.
+QUANTIZATION_READS = frozenset(
+    ("quant_method", "format", "quantization_status", "kv_cache_scheme", "ignore", "config_groups", "version")
+    + ("global_compression_ratio", "sparsity_config", "transform_config")
+)
+GROUP_READS = frozenset(("targets", "input_activations", "output_activations", "weights", "format"))
+WEIGHTS_READS = frozenset(
+    ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "block_structure")
+    + ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 )
 
 # K2.6's own list without the vision entries: only routed experts are quantised.
@@ -122,6 +167,11 @@ class _Keys:
     def section(self, key: str) -> _Keys:
         return _Keys(self.file, self.get(key, dict, "an object"), f"{self.where}{key}.")
 
+    def only(self, known: frozenset[str]) -> None:
+        for key in self.values:
+            if key not in known:
+                raise self.error(key, "kdjax does not know this key, remove it if it does not change the computation")
+
     def assume(self, expected: dict[str, Any]) -> None:
         for key, value in expected.items():
             if key in self.values and self.values[key] != value:
@@ -130,11 +180,16 @@ class _Keys:
 
 def _read(file: pathlib.Path) -> _Keys:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        # A pipe would block for ever.
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise KdjaxError(f"{file} is not a regular file: download it again")
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise KdjaxError(f"{file} does not exist: give the folder of a Hugging Face checkpoint") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise KdjaxError(f"{file} cannot be read as JSON ({error}): download it again") from None
+    except (ValueError, RecursionError, OSError) as error:
+        if isinstance(error, KdjaxError):
+            raise
+        raise KdjaxError(f"{file} cannot be read as JSON ({shown(str(error))}): download it again") from None
     if not isinstance(values, dict):
         raise KdjaxError(f"{file} holds {type(values).__name__}, not an object: download it again")
     return _Keys(file, values)
@@ -152,6 +207,9 @@ def _rope(keys: _Keys) -> tuple[float, YarnConfig | None]:
     if "rope_parameters" in keys.values:
         rope = keys.section("rope_parameters")
         theta = _theta(rope)
+        for key, value in (("rope_theta", theta), ("rope_scaling", None)):
+            if keys.values.get(key, value) != value:
+                raise keys.error(key, "contradicts rope_parameters, remove one of the two")
     else:
         theta = _theta(keys)
         if keys.values.get("rope_scaling") is None:
@@ -159,6 +217,8 @@ def _rope(keys: _Keys) -> tuple[float, YarnConfig | None]:
                 raise keys.error("rope_scaling", "state it, null for unscaled rotary embeddings")
             return theta, None
         rope = keys.section("rope_scaling")
+    rope.only(ROPE_READS)
+    rope.assume({"partial_rotary_factor": 1.0})
     kind_key = "type" if "type" in rope.values and "rope_type" not in rope.values else "rope_type"
     kind = rope.get(kind_key, str, 'one of "default", "yarn", "deepseek_yarn"')
     if kind == "default":
@@ -230,15 +290,23 @@ def read_quantization(folder: pathlib.Path) -> Quantization | None:
     for key, value in {"quant_method": "compressed-tensors", "format": "pack-quantized"}.items():
         if keys.values.get(key) != value:
             raise keys.error(key, f"only {json.dumps(value)} is supported")
+    keys.only(QUANTIZATION_READS)
     keys.assume({"kv_cache_scheme": None, "quantization_status": "compressed"})
+    for key in ("sparsity_config", "transform_config"):
+        if keys.values.get(key):
+            raise keys.error(key, "not supported, use a checkpoint without it")
     groups = keys.section("config_groups")
     if len(groups.values) != 1:
         raise keys.error("config_groups", "exactly one group is supported")
     group = groups.section(next(iter(groups.values)))
     if group.values.get("targets") != ["Linear"]:
         raise group.error("targets", 'only ["Linear"] is supported')
+    group.only(GROUP_READS)
     group.assume({"input_activations": None, "output_activations": None})
+    if group.values.get("format") not in (None, "pack-quantized"):
+        raise group.error("format", 'only "pack-quantized" is supported')
     weights = group.section("weights")
+    weights.only(WEIGHTS_READS)
     for key, value in {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}.items():
         if weights.values.get(key) != value:
             raise weights.error(key, f"only {json.dumps(value)} is supported")
@@ -299,8 +367,9 @@ def read_drafter_config(folder: str | pathlib.Path) -> DrafterConfig:
     """The configuration of a DFlash drafter in z-lab's layout.
 
     Nothing that shapes attention is defaulted: `layer_types`, `sliding_window`, `block_size`, `num_target_layers`,
-    `dflash_config.target_layer_ids`, `dflash_config.mask_token_id` and the rotary keys must be there. An absent
-    `is_causal` means what z-lab's code means by it: causal in sliding layers, bidirectional in full ones.
+    `dflash_config.target_layer_ids`, `dflash_config.mask_token_id` and the rotary keys must be there, and a key that is
+    neither read nor known to change nothing is refused. An absent `is_causal` means what z-lab's code means by it:
+    causal in sliding layers, bidirectional in full ones.
 
     Raises:
         KdjaxError: a missing key, a wrong type, or a value that the drafter does not implement.
@@ -308,8 +377,10 @@ def read_drafter_config(folder: str | pathlib.Path) -> DrafterConfig:
     keys = _read(pathlib.Path(folder) / "config.json")
     if "DFlashDraftModel" not in (keys.values.get("architectures") or []):
         raise keys.error("architectures", 'expected ["DFlashDraftModel"], give the folder of a DFlash drafter')
+    keys.only(frozenset((*DRAFTER_READS, *DRAFTER_IGNORES, *DRAFTER_ASSUMES, *DRAFTER_SIZES)))
     keys.assume(DRAFTER_ASSUMES)
     dflash = keys.section("dflash_config")
+    dflash.only(frozenset(("target_layer_ids", "mask_token_id")))
     layer_types = keys.get("layer_types", list, "one of full_attention, sliding_attention per layer")
     if bad := set(map(str, layer_types)) - {"full_attention", "sliding_attention"}:
         raise keys.error("layer_types", f"{sorted(bad)} is not supported, use full_attention or sliding_attention")
@@ -423,7 +494,6 @@ def write_drafter_config(folder: str | pathlib.Path, config: DrafterConfig) -> N
     """Write `config.json` so that `read_drafter_config` returns `config`, in z-lab's current layout."""
     values: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
         "dtype": "bfloat16",
         **{key: getattr(config, key) for key in DRAFTER_SIZES},
         "dflash_config": {"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id},

@@ -128,17 +128,14 @@ def load_params(
         raise KdjaxError(f"{files.folder} cannot be split over the mesh: {listed(problems)}: choose another mesh")
     params: Params = {}
     monitor.begin(sum(part.nbytes for parts in of_leaf for part in parts))
-    try:
-        arrays = stream(files, [part for parts in of_leaf for part in parts], monitor)
-        for leaf, parts in zip(leaves, of_leaf, strict=True):
-            made = [next(arrays) for _ in parts]
-            with monitor.arranging():
-                node: dict[Any, Any] = params
-                for key in leaf.path[:-1]:
-                    node = node.setdefault(key, {})
-                node[leaf.path[-1]] = jax.block_until_ready(_assemble(leaf, made, runtime))
-    finally:
-        monitor.end()
+    arrays = stream(files, [part for parts in of_leaf for part in parts], monitor)
+    for leaf, parts in zip(leaves, of_leaf, strict=True):
+        made = [next(arrays) for _ in parts]
+        with monitor.arranging():
+            node: dict[Any, Any] = params
+            for key in leaf.path[:-1]:
+                node = node.setdefault(key, {})
+            node[leaf.path[-1]] = jax.block_until_ready(_assemble(leaf, made, runtime))
     return params
 
 

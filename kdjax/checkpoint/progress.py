@@ -1,4 +1,4 @@
-"""What a loader is doing: where its time goes, and a progress bar."""
+"""How far a loader is, and where its time goes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from kdjax.checkpoint.writer import Progress
 
 
 class Monitor:
-    """Counts bytes and seconds of one load; subclasses show them.
+    """Counts bytes and seconds of one load. `progress` is told the bytes done and the bytes in all, chunk by chunk.
 
     Attributes:
         total, done: bytes of the checkpoint that this host reads, and has read.
@@ -20,18 +19,18 @@ class Monitor:
         layout_s: seconds of bringing weights into the layout of the runtime.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
         self.total = self.done = 0
         self.read_s = self.transfer_s = self.layout_s = 0.0
 
     def begin(self, total: int) -> None:
-        self.total = total
+        self.total, self.done = total, 0
 
     def advance(self, nbytes: int) -> None:
         self.done += nbytes
-
-    def end(self) -> None:
-        pass
+        if self._progress:
+            self._progress(self.done, self.total)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -49,33 +48,3 @@ class Monitor:
 
     def arranging(self) -> contextlib.AbstractContextManager[None]:
         return self._timed("layout_s")
-
-
-class ProgressBar(Monitor):
-    """Draws bytes, bytes per second and time left on `console` while a load runs, if that is a terminal."""
-
-    def __init__(self, console: Console, label: str):
-        super().__init__()
-        self._progress = Progress(
-            TextColumn(label),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task(label)
-
-    def begin(self, total: int) -> None:
-        super().begin(total)
-        self._progress.update(self._task, total=total)
-        self._progress.start()
-
-    def advance(self, nbytes: int) -> None:
-        super().advance(nbytes)
-        self._progress.advance(self._task, nbytes)
-
-    def end(self) -> None:
-        self._progress.stop()

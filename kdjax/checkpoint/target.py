@@ -13,10 +13,11 @@ from kdjax.checkpoint.layout import Leaf, is_ignored, target_leaves
 from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_params
 from kdjax.checkpoint.progress import Monitor
 from kdjax.checkpoint.writer import by_size, write_folder
-from kdjax.config import Int4Config, ModelConfig
+from kdjax.config import ONE_DEVICE, Int4Config, ModelConfig
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
 from kdjax.model.runtime import Runtime
+from kdjax.sharding import make_mesh, target_shardings
 
 WRAPPER_PREFIX = "language_model."
 VISION = ("vision_tower.", "mm_projector.")
@@ -59,8 +60,8 @@ def load_target(
 ) -> Target:
     """Verify a checkpoint, then read it in chunks, every byte once, to the devices that `shardings` says.
 
-    `shardings` makes a tree like the params of `jax.sharding.Sharding` (an `Int4` of two for INT4 matrices); None puts
-    everything on JAX's default device. `monitor` is told of the progress (`kdjax.checkpoint.ProgressBar`).
+    `shardings` makes a tree like the params of `jax.sharding.Sharding` (an `Int4` of two for INT4 matrices); None is
+    `kdjax.sharding.target_shardings` over `runtime.mesh`. `monitor` counts bytes and seconds.
 
     Routed experts are stacked `[E, out, in]`; INT4 stays packed unless `runtime.expert_weights` asks to expand it.
     Other weights take `runtime.compute_dtype` once, here; the router's `e_score_correction_bias` stays float32. With
@@ -74,9 +75,15 @@ def load_target(
     config = read_model_config(folder)
     leaves = _leaves(config, read_quantization(folder))
     files = TensorFolder(folder, prefix=WRAPPER_PREFIX, skip=VISION, expected=expected_tensors(leaves))
-    placed = None if shardings is None else shardings(config)
+    placed = shardings(config) if shardings else _on_mesh(config, runtime)
     params = k2.arrange(load_params(files, leaves, runtime, shardings=placed, monitor=monitor), config, runtime)
     return Target(config, params, files.skipped)
+
+
+def _on_mesh(config: ModelConfig, runtime: Runtime) -> Any:
+    if runtime.mesh == ONE_DEVICE:
+        return None
+    return target_shardings(config, runtime, make_mesh(runtime.mesh))
 
 
 def save_target(

@@ -15,6 +15,7 @@ from rich.status import Status
 from kdjax.cli import models, options, prompts
 from kdjax.cli.interrupt import EXIT_INTERRUPTED, Interrupt
 from kdjax.cli.live import Live
+from kdjax.cli.progress import progress_in
 from kdjax.cli.start import configure_jax
 from kdjax.config import Cluster, GenerateConfig, dumps, load
 from kdjax.errors import KdjaxError
@@ -57,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", type=Path, metavar="FILE", help="split the model over devices: configs/meshes/NAME.toml"
     )
+    parser.add_argument(
+        "--allow-mismatch",
+        action="append_const",
+        dest="overrides",
+        const="model.allow_mismatch=true",
+        help="use a drafter that was trained for another target (model.allow_mismatch)",
+    )
     parser.add_argument("--compare", action="store_true", help="also decode by chain and autoregressively")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     parser.add_argument("--out", type=Path, metavar="DIR", help="save config, provenance and metrics there")
@@ -85,7 +93,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
         configure_jax(compilation_cache=config.runtime.compilation_cache)
         from kdjax.cli.session import Session
 
-        session = Session(config, target, drafter, texts)
+        session = Session(config, target, drafter, texts, progress_in(status))
         if note := session.chain_note:
             margin.print(note, soft_wrap=True)
         folder = RunFolder.create(args.out, config) if args.out else None

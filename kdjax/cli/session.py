@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kdjax.checkpoint import load_drafter, load_target
+from kdjax.checkpoint import Monitor, load_drafter, load_target
+from kdjax.checkpoint.writer import Progress
 from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.report import Outcome
-from kdjax.config import ONE_DEVICE, GenerateConfig, MeshConfig, ModelConfig
+from kdjax.config import ONE_DEVICE, GenerateConfig, MeshConfig
 from kdjax.config.generate import RuntimeSection
 from kdjax.decode import Completion, DecodeConfig, Decoder, Request
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
-from kdjax.sharding import make_mesh, target_shardings
 from kdjax.tokenizer import Tokenizer
 
 
@@ -33,18 +33,31 @@ def runtime_of(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> Runtim
 class Session:
     """Raises KdjaxError where a checkpoint is unusable or tokenizer, target and drafter do not fit together."""
 
-    def __init__(self, config: GenerateConfig, target: Path, drafter: Path | None, prompts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: GenerateConfig,
+        target: Path,
+        drafter: Path | None,
+        prompts: Sequence[str],
+        progress: Progress | None = None,
+    ) -> None:
         self.backend = config.runtime.backend
         self._decode = config.decode
         self._runtime = runtime_of(config.runtime, config.mesh)
         self._tokenizer = Tokenizer.from_checkpoint(target)
-        self._target = load_target(target, self._runtime, shardings=self._shardings())
+        self._target = load_target(target, self._runtime, monitor=Monitor(progress))
         if (vocabulary := self._target.config.vocab_size) != self._tokenizer.vocab_size:
             raise KdjaxError(
                 f"{target}: the tokenizer has {self._tokenizer.vocab_size} ids and the model {vocabulary}: "
                 "put the tiktoken.model of this checkpoint there"
             )
-        self._drafter = load_drafter(drafter, self._runtime, self._target.config) if drafter else None
+        self._drafter = drafter and load_drafter(
+            drafter,
+            self._runtime,
+            self._target.config,
+            target_path=target,
+            allow_mismatch=config.model.allow_mismatch,
+        )
         stops = tuple(sorted(self._tokenizer.stop_token_ids | set(self._target.config.eos_token_ids)))
         self._requests = [
             Request(
@@ -93,13 +106,6 @@ class Session:
                     live.finish(commit.request)
         order = range(len(self._requests))
         return Outcome([so_far.get(i) for i in order], [slot_of.get(i) for i in order])
-
-    def _shardings(self) -> Callable[[ModelConfig], Any] | None:
-        """Where the target's weights belong, so that each device reads its own; None is one device."""
-        if self._runtime.mesh.devices == 1:
-            return None
-        devices = make_mesh(self._runtime.mesh)
-        return lambda config: target_shardings(config, self._runtime, devices)
 
     def _encode(self, text: str, config: GenerateConfig) -> list[int]:
         if not config.prompt.chat:

@@ -12,5 +12,6 @@ from kdjax.config.model import Int4Config as Int4Config
 from kdjax.config.model import ModelConfig as ModelConfig
 from kdjax.config.model import YarnConfig as YarnConfig
 from kdjax.config.pair import ModelPair as ModelPair
+from kdjax.config.pair import check_pair as check_pair
 from kdjax.config.strict import dumps as dumps
 from kdjax.config.strict import load as load

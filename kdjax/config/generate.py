@@ -13,11 +13,13 @@ from kdjax.config.mesh import ONE_DEVICE, MeshConfig
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoint folders in the Hugging Face layout, or `bundled:NAME` for a model shipped inside the package.
 
-    `drafter` None means the drafter bundled with the target; a target from a folder has none.
+    `drafter` None means the drafter bundled with the target; a target from a folder has none. `allow_mismatch` lets a
+    drafter run with another target than the one it was trained for.
     """
 
     target: str = "bundled:nano"
     drafter: str | None = None
+    allow_mismatch: bool = False
 
 
 class PromptSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kdjax.checkpoint import Drafter, Target
-from kdjax.config import DecodeConfig, ModelPair
+from kdjax.config import DecodeConfig, check_pair
 from kdjax.decode import loop
 from kdjax.decode.completion import Commit, Completion, FinishReason, Statistics, Timings
 from kdjax.decode.drafting import DFlash, Drafting, Params
@@ -99,7 +99,7 @@ class Decoder:
         if context is not None and not 0 < context <= limit:
             raise KdjaxError(f"context={context} must lie in 1 to the model's max_position_embeddings={limit}")
         if drafter is not None:
-            ModelPair(target=target.config, drafter=drafter.config)  # raises where they do not fit
+            check_pair(target.config, drafter.config, allow_mismatch=drafter.mismatch_allowed)
             if drafting is None:
                 drafting = DFlash(drafter.config, target.config, runtime)
         budget = 0 if config.mode == "autoregressive" else config.budget
