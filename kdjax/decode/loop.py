@@ -88,12 +88,13 @@ class Program:
 
 
 class Admission(NamedTuple):
-    """The fields of a request that a slot keeps, as arrays."""
+    """The fields of a request that a slot keeps: int32 scalars, the seed uint32, and `stop` int32 [stop tokens]."""
 
-    limit: Int[Array, ""]
-    budget: Int[Array, ""]
-    seed: UInt32[Array, ""]
-    stop: Int[Array, "stop_tokens"]
+    # Any: the host gives NumPy values, which every process of a mesh may pass on as they are.
+    limit: Any
+    budget: Any
+    seed: Any
+    stop: Any
 
 
 class Report(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
@@ -67,16 +68,33 @@ def tile(gate: Int4, up: Int4, down: Int4) -> TiledExperts:
     return tile_experts(_packed(gate, up, down))
 
 
+def tile_where_they_lie(gate: Int4, up: Int4, down: Int4) -> TiledExperts:
+    """`tile`, every device its own part where the stacks are split over a mesh."""
+    sharding = gate.packed.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return tile(gate, up, down)
+    experts, inner, *_ = (*sharding.spec, None, None)
+    rows, columns = PartitionSpec(experts, inner), PartitionSpec(experts, None, inner)
+    return jax.shard_map(
+        tile,
+        mesh=sharding.mesh,
+        in_specs=(rows, rows, columns),
+        out_specs=TiledExperts(rows, rows, columns, columns),
+        check_vma=False,
+    )(gate, up, down)
+
+
 def tile_routed_experts(params: dict[str, Any]) -> dict[str, Any]:
-    """The params of a model with every layer's stacks of INT4 experts put through `tile`."""
+    """`params` with every layer's stacks of INT4 experts put through `tile_where_they_lie`.
 
-    def tile_layer(layer: dict[str, Any]) -> dict[str, Any]:
-        if "experts" not in layer["mlp"]:
-            return layer
-        stacks = (layer["mlp"]["experts"][name]["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
-        return {**layer, "mlp": {**layer["mlp"], "experts": {"tiles": tile(*stacks)}}}
-
-    return {**params, "layers": {i: tile_layer(layer) for i, layer in params["layers"].items()}}
+    In place: the stacks of all layers do not fit beside their tiles.
+    """
+    for layer in params["layers"].values():
+        if "experts" in layer["mlp"]:
+            stacks = layer["mlp"].pop("experts")
+            gate, up, down = (stacks.pop(name)["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
+            layer["mlp"]["experts"] = {"tiles": tile_where_they_lie(gate, up, down)}
+    return params
 
 
 def _packed(gate: Int4, up: Int4, down: Int4) -> PackedExperts:
@@ -110,7 +128,7 @@ class TiledStack(nnx.Module):
 
 class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, runtime: Runtime):
-        self.runtime, self.n_routed_experts = runtime, config.n_routed_experts
+        self.runtime = runtime
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_proj = ExpertMatrix(config, inner, hidden, runtime)
         self.up_proj = ExpertMatrix(config, inner, hidden, runtime)
@@ -122,7 +140,6 @@ class Experts(nnx.Module):
         indices: Int32[Array, "tokens top_k"],
         weights: Float32[Array, "tokens top_k"],
     ) -> Float[Array, "tokens hidden"]:
-        indices, weights = self._own(indices, weights)
         matrices = [m.weight.get_value() for m in (self.gate_proj, self.up_proj, self.down_proj)]
         packed = [m for m in matrices if isinstance(m, Int4)]
         if len(packed) == 3:
@@ -132,24 +149,12 @@ class Experts(nnx.Module):
         gate, up, down = (m for m in matrices if not isinstance(m, Int4))
         return dense_experts(x, indices, weights, gate, up, down, backend=self.runtime.backend)
 
-    def _own(
-        self, indices: Int32[Array, "tokens top_k"], weights: Float32[Array, "tokens top_k"]
-    ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
-        """Numbers among this device's experts; one past them, with weight 0, stands for those of other devices."""
-        mesh = self.runtime.mesh
-        if not mesh.expert_axes:
-            return indices, weights
-        here = self.n_routed_experts // mesh.expert
-        local = indices - here * parallel.index(mesh.expert_axes)
-        own = (local >= 0) & (local < here)
-        return jnp.where(own, local, here), jnp.where(own, weights, 0.0)
-
 
 class MoE(nnx.Module):
     """sum_k w_k expert_k(x) + shared(x); on a mesh the part of this device's experts and widths."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime):
-        self.mesh = runtime.mesh
+        self.mesh, self.n_routed_experts = runtime.mesh, config.n_routed_experts
         self.gate = Router(config, runtime)
         self.experts = (TiledStack if runs_tiled(config, runtime) else Experts)(config, runtime)
         inner = config.moe_intermediate_size * config.n_shared_experts
@@ -160,11 +165,22 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
         """The result, and the routed experts of each token."""
         tokens = x.reshape(-1, x.shape[-1])
-        indices, weights = self.gate(tokens)
+        indices, weights = self._own(*self.gate(tokens))
         y = self.experts(tokens, indices, weights)
         if self.shared_experts is not None:
             y = y + self._once(self.shared_experts(tokens))
         return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)
+
+    def _own(
+        self, indices: Int32[Array, "tokens top_k"], weights: Float32[Array, "tokens top_k"]
+    ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
+        """Numbers among this device's experts; one past them, with weight 0, stands for those of other devices."""
+        if not self.mesh.expert_axes:
+            return indices, weights
+        here = self.n_routed_experts // self.mesh.expert
+        local = indices - here * parallel.index(self.mesh.expert_axes)
+        own = (local >= 0) & (local < here)
+        return jnp.where(own, local, here), jnp.where(own, weights, 0.0)
 
     def _once(self, shared: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """Zero on all but one of the devices that hold the same part: the sum over the mesh must have it once."""

@@ -60,7 +60,10 @@ def abstract_params(config: ModelConfig, runtime: Runtime) -> Params:
 
 
 def arrange(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
-    """Params as a checkpoint has them, in the layout that `runtime` runs. A loader's last step."""
+    """Params as a checkpoint has them, in the layout that `runtime` runs. A loader's last step.
+
+    It may take `params` apart on the way.
+    """
     if runtime.layout == "fused":
         return fuse(params, config)
     return tile_routed_experts(params) if runs_tiled(config, runtime) else params

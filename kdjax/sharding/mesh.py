@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -11,7 +12,7 @@ from kdjax.config.mesh import AXES, MeshConfig
 from kdjax.errors import KdjaxError
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over the first `config.devices` of `devices` (default: all that JAX sees, of every process).
 
     Axes are Auto: the layers say where data is exchanged, inside `jax.shard_map`.

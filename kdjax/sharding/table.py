@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from jax.sharding import Mesh
 
 from kdjax.config import DrafterConfig, MeshConfig, ModelConfig
@@ -16,10 +17,11 @@ from kdjax.model import k2
 from kdjax.model.runtime import Runtime
 from kdjax.model.sequence import BLOCK
 from kdjax.sharding.rules import Rule, Split, partition, shardings
+from pallas_kernels.int4_experts.layout import BLOCK_COLUMNS, BLOCK_ROWS
 
 
-def target_rules(config: ModelConfig, mesh: MeshConfig) -> tuple[Rule, ...]:
-    """For params in the checkpoint layout."""
+def target_rules(config: ModelConfig, mesh: MeshConfig, *, tiled: bool = False) -> tuple[Rule, ...]:
+    """For params in the checkpoint layout, or with experts `tiled` for the INT4 kernels."""
     c, over = config, mesh.model_axes
     layer, attn, mlp = "layers.*", "layers.*.self_attn", "layers.*.mlp"
     rules = [
@@ -40,7 +42,7 @@ def target_rules(config: ModelConfig, mesh: MeshConfig) -> tuple[Rule, ...]:
         rules += _mlp_rules(mlp, over)
     if c.first_k_dense_replace < c.num_hidden_layers:
         rules += [Rule(f"{mlp}.gate.weight"), Rule(f"{mlp}.gate.e_score_correction_bias")]
-        rules += _expert_rules(f"{mlp}.experts", c, mesh)
+        rules += _tile_rules(f"{mlp}.experts.tiles", mesh) if tiled else _expert_rules(f"{mlp}.experts", c, mesh)
         if c.n_shared_experts:
             rules += _mlp_rules(f"{mlp}.shared_experts", over)
     return tuple(rules)
@@ -62,6 +64,19 @@ def _expert_rules(path: str, c: ModelConfig, mesh: MeshConfig) -> list[Rule]:
         Rule(f"{path}.gate_proj.weight", (experts, width)),
         Rule(f"{path}.up_proj.weight", (experts, width)),
         Rule(f"{path}.down_proj.weight", (experts, None, width)),
+    ]
+
+
+def _tile_rules(path: str, mesh: MeshConfig) -> list[Rule]:
+    """`pallas_kernels.int4_experts.TiledExperts`, cut between tiles: each part is what a device makes of its own."""
+    experts, width = Split(mesh.expert_axes), mesh.expert_width_axes
+    rows = (experts, Split(width, BLOCK_COLUMNS // BLOCK_ROWS, "tile"))
+    columns = (experts, None, Split(width, 1, "tile"))
+    return [
+        Rule(f"{path}.gate_up_words", rows),
+        Rule(f"{path}.gate_up_scales", rows),
+        Rule(f"{path}.down_words", columns),
+        Rule(f"{path}.down_scales", columns),
     ]
 
 
@@ -102,7 +117,8 @@ def target_specs(params: Any, config: ModelConfig, mesh: MeshConfig) -> Any:
     Raises:
         KdjaxError: a dimension that the mesh cannot cut evenly; see `partition`.
     """
-    return partition(params, target_rules(config, mesh), mesh)
+    tiled = any("tiles" in layer["mlp"].get("experts", ()) for layer in params["layers"].values())
+    return partition(params, target_rules(config, mesh, tiled=tiled), mesh)
 
 
 def drafter_specs(params: Any, config: DrafterConfig, mesh: MeshConfig) -> Any:
@@ -111,5 +127,6 @@ def drafter_specs(params: Any, config: DrafterConfig, mesh: MeshConfig) -> Any:
 
 
 def target_shardings(config: ModelConfig, runtime: Runtime, mesh: Mesh) -> Any:
-    """`NamedSharding`s of the params that `runtime` needs, over the devices of `runtime.mesh`."""
-    return shardings(target_specs(k2.abstract_params(config, runtime), config, runtime.mesh), mesh)
+    """`NamedSharding`s of the params as a loader reads them, before `kdjax.model.k2.arrange`."""
+    as_stored = msgspec.structs.replace(runtime, backend="xla")
+    return shardings(target_specs(k2.abstract_params(config, as_stored), config, runtime.mesh), mesh)
