@@ -8,6 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,20 @@ def measure(
         jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / (launches * len(inputs)))
     return Timing(statistics.median(times) * 1e6, min(times) * 1e6)
+
+
+def compile_all(
+    jobs: Sequence[Callable[[], Any]], *, threads: int, seconds: float | None = None
+) -> list[Any | Exception | None]:
+    """The result of every job, its exception, or None where its turn did not come in time.
+
+    All at once and before anything is measured: threads that trace hold up the launches of the one that measures.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        wait(futures, timeout=seconds)
+        pool.shutdown(cancel_futures=True)
+    return [None if f.cancelled() else f.exception() or f.result() for f in futures]
 
 
 def time_op(op: Callable[..., Any], shared: Sequence[Any], inputs: Sequence[Sequence[Any]], **options: Any) -> Timing:

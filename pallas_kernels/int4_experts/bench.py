@@ -1,7 +1,8 @@
 """Time of the whole layer of routed experts, K2.6 shapes: python -m pallas_kernels.int4_experts.bench --out FILE
 
 A row per (expert width, tokens, routing pattern): microseconds, the bytes the experts in use have, the fraction of the
-read ceiling measured in the same run that these bytes per time are, and the time of Marlin (vLLM 0.23, H200).
+read ceiling measured in the same run that these bytes per time are, the fraction of the bf16 matmul peak likewise, and
+the time of Marlin (vLLM 0.23, H200).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ from pallas_kernels.int4_experts.workload import Pattern, dense_expert, needed_b
 
 EXPERTS, HIDDEN, TOP_K = 384, 7168, 8
 WIDTHS = (256, 2048)
+INPUTS = (4, 8, 16)  # per program: the fewer, the more weights each reads
 TOKENS = (1, 2, 4, 9, 17, 33, 64, 90, 128, 330, 512, 1024, 4096)
 
-# vLLM 0.23 on an H200 whose read ceiling was 3730 GB/s: whole layer, CUDA graph, uniform routing; microseconds
-MARLIN_CEILING_GB_S = 3730
+# vLLM 0.23, read ceiling of the same GPU as measured here: whole layer, CUDA graph, uniform routing; microseconds
+MARLIN_DEVICE, MARLIN_CEILING_GB_S = "NVIDIA H200", 3730
 MARLIN_US = {
     256: {
         1: 34.6,
@@ -89,7 +90,7 @@ class Case:
         s = self.shape
         rng = np.random.default_rng([self.tokens, self.inner])
         share = min(1.0, self.tokens * s.top_k / s.experts)
-        count = 4 if share > 0.3 else 8 if share > 0.05 or self.inner > 512 else 16
+        count = INPUTS[0 if share > 0.3 else 1 if share > 0.05 or self.inner > 512 else 2]
         return [routing(rng, self.tokens, s.experts, s.top_k, self.pattern) for _ in range(count)]
 
     @functools.cached_property
@@ -103,29 +104,36 @@ class Case:
     def needed_bytes(self) -> float:
         return needed_bytes(self.routings, self.shape.hidden, self.inner)
 
+    @property
+    def flops(self) -> int:
+        return 2 * 3 * self.tokens * self.shape.top_k * self.shape.hidden * self.inner
+
     @functools.cached_property
     def experts_struct(self) -> TiledExperts:
         return jax.eval_shape(random_experts, jax.random.key(0), self.shape.experts, self.shape.hidden, self.inner)
 
-    def compile(self, config: Config | None, backend: str) -> Any:
-        """The program that `timing.measure` runs."""
+    def compile(self, config: Config | None, backend: str, **options: Any) -> Any:
+        """The program that `timing.measure` runs; `options` of XLA."""
 
         def op(experts: TiledExperts, x: jax.Array, indices: jax.Array, weights: jax.Array) -> jax.Array:
             return int4_experts(x, indices, weights, experts, backend=backend, config=config)
 
-        return timing.several_calls(op).lower((self.experts_struct,), self.inputs).compile()
+        return timing.several_calls(op).lower((self.experts_struct,), self.inputs).compile(options)
 
-    def error(self, experts: TiledExperts, outputs: list[jax.Array], samples: int = 2) -> float:
-        """Relative norm of the difference from float32, of some tokens of the last input."""
-        (x, indices, weights), y = self.inputs[-1], outputs[-1]
-        worst = 0.0
-        for token in {0, self.tokens - 1} if samples > 1 else {self.tokens - 1}:
-            expected = jnp.zeros((self.shape.hidden,), jnp.float32)
-            for k in range(self.shape.top_k):
-                expected += weights[token, k] * _one_expert(experts, indices[token, k], x[token])
-            difference = jnp.linalg.norm(y[token].astype(jnp.float32) - expected)
-            worst = max(worst, float(difference / jnp.linalg.norm(expected)))
-        return worst
+    def expected(self, experts: TiledExperts) -> dict[int, jax.Array]:
+        """float32 results of the first and the last token of the last input."""
+        x, indices, weights = self.inputs[-1]
+        return {
+            t: sum(weights[t, k] * _one_expert(experts, indices[t, k], x[t]) for k in range(self.shape.top_k))
+            for t in (0, self.tokens - 1)
+        }
+
+
+def error(expected: dict[int, jax.Array], outputs: list[jax.Array]) -> float:
+    """Largest relative norm of the difference of a token's result."""
+    y = outputs[-1]
+    off = [jnp.linalg.norm(y[t].astype(jnp.float32) - e) / jnp.linalg.norm(e) for t, e in expected.items()]
+    return float(max(off))
 
 
 @jax.jit
@@ -136,45 +144,56 @@ def _one_expert(experts: TiledExperts, expert: jax.Array, x: jax.Array) -> jax.A
     return product(dense_expert(experts, "down", expert), jax.nn.silu(gate) * up)
 
 
+def marlin_us(case: Case, ceiling: float, kind: str) -> float | None:
+    """Of uniform routing; on another kind of GPU, what its read ceiling makes of the H200's time."""
+    measured = MARLIN_US.get(case.inner, {}).get(case.tokens) if case.pattern == "uniform" else None
+    return measured if measured is None or kind == MARLIN_DEVICE else measured * MARLIN_CEILING_GB_S / ceiling
+
+
 def rows(
-    cases: list[Case], configs: list[Config], backend: str, study: Study | None, **options: int
+    cases: list[Case], configs: list[Config], backend: str, study: Study | None, threads: int, **options: int
 ) -> Iterator[dict[str, Any]]:
-    """Programs are compiled side by side ahead of the measurements, in their order."""
-    ceiling = timing.read_ceiling() if backend == "triton" else timing.read_ceiling(2**22)
+    """Everything is compiled before anything is measured."""
+    small = backend != "triton"  # an emulation, to try the program itself
+    ceiling = timing.read_ceiling(2**22) if small else timing.read_ceiling()
+    peak = timing.matmul_peak(256) if small else timing.matmul_peak()
+    jobs = [functools.partial(case.compile, config, backend) for case, config in zip(cases, configs, strict=True)]
+    yardsticks = [case for case in cases if study and case.pattern == "uniform"]
+    jobs += [functools.partial(study.compile, case) for case in yardsticks if study]
+    for case in cases:
+        case.inputs  # noqa: B018 - made here and not by all threads
+    programs = timing.compile_all(jobs, threads=threads)
+    if failure := next((p for p in programs if isinstance(p, Exception)), None):
+        raise failure
+    theirs = dict(zip(yardsticks, programs[len(cases) :], strict=True))
     weights: dict[int, TiledExperts] = {}
-    with ThreadPoolExecutor(12) as pool:
-        ours = [pool.submit(case.compile, config, backend) for case, config in zip(cases, configs, strict=True)]
-        theirs = [pool.submit(study.compile, case) if study and case.pattern == "uniform" else None for case in cases]
-        try:
-            for case, config, program, yardstick in zip(cases, configs, ours, theirs, strict=True):
-                if case.inner not in weights:
-                    weights.clear()
-                    if study:
-                        study.clear()
-                    s = case.shape
-                    weights[case.inner] = random_experts(jax.random.key(3), s.experts, s.hidden, case.inner)
-                experts = weights[case.inner]
-                compiled = program.result()
-                error = case.error(experts, compiled((experts,), case.inputs))
-                yardstick_us = study.measure(case, yardstick.result(), **options) if study and yardstick else None
-                took = timing.measure(compiled, (experts,), case.inputs, **options)
-                marlin = MARLIN_US.get(case.inner, {}).get(case.tokens) if case.pattern == "uniform" else None
-                yield {
-                    "tokens": case.tokens,
-                    "intermediate": case.inner,
-                    "routing": case.pattern,
-                    "us": round(took.median_us, 2),
-                    "min_us": round(took.min_us, 2),
-                    "needed_bytes": round(case.needed_bytes),
-                    "read_ceiling_gb_s": round(ceiling, 1),
-                    "fraction_of_ceiling": round(case.needed_bytes / took.median_us / 1e3 / ceiling, 4),
-                    "marlin_us": marlin and round(marlin * MARLIN_CEILING_GB_S / ceiling, 2),
-                    "study_us": yardstick_us and round(yardstick_us, 2),
-                    "relative_error": float(f"{error:.2e}"),
-                    "config": dataclasses.asdict(config),
-                }
-        finally:
-            pool.shutdown(cancel_futures=True)
+    for case, config, program in zip(cases, configs, programs, strict=False):
+        if case.inner not in weights:
+            weights.clear()
+            if study:
+                study.clear()
+            s = case.shape
+            weights[case.inner] = random_experts(jax.random.key(3), s.experts, s.hidden, case.inner)
+        experts = weights[case.inner]
+        off = error(case.expected(experts), program((experts,), case.inputs))
+        study_us = study.measure(case, theirs[case], **options) if study and case in theirs else None
+        took = timing.measure(program, (experts,), case.inputs, **options)
+        peer = marlin_us(case, ceiling, device_kind())
+        yield {
+            "tokens": case.tokens,
+            "intermediate": case.inner,
+            "routing": case.pattern,
+            "us": round(took.median_us, 2),
+            "min_us": round(took.min_us, 2),
+            "needed_bytes": round(case.needed_bytes),
+            "read_ceiling_gb_s": round(ceiling, 1),
+            "fraction_of_ceiling": round(case.needed_bytes / took.median_us / 1e3 / ceiling, 4),
+            "fraction_of_matmul_peak": round(case.flops / took.median_us / 1e6 / peak, 4),
+            "marlin_us": peer and round(peer, 2),
+            "study_us": study_us and round(study_us, 2),
+            "relative_error": float(f"{off:.2e}"),
+            "config": dataclasses.asdict(config),
+        }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -186,6 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--patterns", nargs="+", default=("uniform",), choices=("uniform", "skewed"))
     parser.add_argument("--table", help="configurations from this file instead of the device's")
+    parser.add_argument("--threads", type=int, default=16, help="programs compiled at once")
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--backend", default="triton", choices=("triton", "interpret"))
     parser.add_argument(
@@ -200,14 +220,16 @@ def main(argv: list[str] | None = None) -> None:
     table = json.loads(Path(options.table).read_text()) if options.table else device_table(device_kind())
     configs = [choose(table, case.tokens, case.inner) for case in cases]
     min_ops = 96 if options.backend == "triton" else 1
-    for row in rows(cases, configs, options.backend, study, repetitions=options.repetitions, min_ops=min_ops):
+    sizes = {"repetitions": options.repetitions, "min_ops": min_ops}
+    for row in rows(cases, configs, options.backend, study, options.threads, **sizes):
         done.append(row)
         timing.write_rows(options.out, done, **timing.device_facts())
         ratio = f"{row['us'] / row['marlin_us']:.2f} of Marlin" if row["marlin_us"] else ""
         beside = f"study {row['study_us']}" if row["study_us"] else ""
         print(
             f"N={row['intermediate']} T={row['tokens']} {row['routing']}: {row['us']} us, "
-            f"{row['fraction_of_ceiling']:.3f} of the read ceiling {ratio} {beside} error {row['relative_error']}",
+            f"{row['fraction_of_ceiling']:.3f} of the read ceiling, {row['fraction_of_matmul_peak']:.3f} of the matmul "
+            f"peak {ratio} {beside} error {row['relative_error']}",
             flush=True,
         )
         if time.monotonic() - start > options.seconds:

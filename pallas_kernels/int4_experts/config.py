@@ -61,11 +61,14 @@ def from_json(entry: dict[str, Any]) -> Config:
     return Config(gate_up=Tile(**entry["gate_up"]), down=Tile(**entry["down"]), **fields)
 
 
+def table_name(device_kind: str) -> str:
+    """Of the device whose name `device_kind` starts with, or "default"."""
+    return next((file for prefix, file in KINDS.items() if device_kind.startswith(prefix)), "default")
+
+
 @functools.cache
 def device_table(device_kind: str) -> dict[str, Any]:
-    """The table of the device whose name starts like `device_kind`, or the default one."""
-    name = next((file for prefix, file in KINDS.items() if device_kind.startswith(prefix)), "default")
-    return json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((TABLES / f"{table_name(device_kind)}.json").read_text(encoding="utf-8"))
 
 
 def choose(table: dict[str, Any], tokens: int, inner: int) -> Config:
