@@ -59,14 +59,15 @@ def lower_for(kind: str, f: Callable[..., Any], *args: Any) -> str:
 
 
 @functools.cache
-def _device(kind: str) -> Any:
+def devices(kind: str, count: int) -> list[Any]:
+    """Compile-only devices of this kind, all in one host."""
     config = f'platform_name: "CUDA" device_description_str: "{kind}" gpu_device_info {{ {_ALIKE} {TARGETS[kind]} }}'
-    return topologies.get_topology_desc("", "cuda", target_config=config, topology="1x1x1").devices[0]
+    return topologies.get_topology_desc("", "cuda", target_config=config, topology=f"1x1x{count}").devices
 
 
 def compile_for(kind: str, f: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
     """`f` compiled to machine code for one device of `kind`. Raises what XLA raises where a kernel does not fit."""
-    sharding = SingleDeviceSharding(_device(kind))
+    sharding = SingleDeviceSharding(devices(kind, 1)[0])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with pretend(kind):
         lowered = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",))

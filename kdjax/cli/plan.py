@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from kdjax.cli.start import configure_jax
 from kdjax.config import Cluster, ModelPair, load
 
 if TYPE_CHECKING:
-    from kdjax.plan import Plan
+    from kdjax.plan import Compiled, Plan
 
 DEFINITION = (
     "Floor: every needed byte read once, at the device's measured rate; experts chosen uniformly and independently. "
@@ -38,20 +40,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance", type=_numbers, metavar="A,B", help="tokens per round to state tok/s for, default 2,3,4,5"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the decode step for these GPUs, which needs kdjax[cuda13]"
+    )
+    parser.add_argument(
+        "--backend", choices=("triton", "xla"), default="triton", help="kernels to compile, %(default)s"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     cluster = load(Cluster, args.mesh)
     pair = None if args.model.is_dir() else load(ModelPair, args.model)
+    # Nothing runs on a device here, and the CUDA plugin is not to look for a driver.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     configure_jax(compilation_cache=False)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
     from kdjax import plan
     from kdjax.checkpoint import read_drafter_config, read_model_config
 
     if pair is None:
         drafter = read_drafter_config(args.drafter) if args.drafter else None
         pair = ModelPair(target=read_model_config(args.model), drafter=drafter)
-    found = plan.plan(pair, cluster, plan.Workload(args.context, args.streams, args.budget))
+    workload = plan.Workload(args.context, args.streams, args.budget)
+    found = plan.plan(pair, cluster, workload)
+    if args.compile:
+        with Console(stderr=True).status("compiling the decode step"):
+            compiled = plan.compile_step(pair, cluster, workload, args.backend)
+        found = dataclasses.replace(found, compiled=compiled)
     acceptance = args.acceptance or ((2.0, 3.0, 4.0, 5.0) if args.budget else (1.0,))
     if args.json:
         print(json.dumps(found.as_json(acceptance)))
@@ -99,11 +117,22 @@ def _show(plan: Plan, acceptance: tuple[float, ...], console: Console) -> None:
         rates.add_row(f"{rate.acceptance:g}", f"{rate.floor:.0f}", total)
     console.print(rates)
     console.print(DEFINITION, style="dim")
+    if compiled := plan.compiled:
+        _show_compiled(compiled, console)
     room = f"{plan.device.memory_gb:g} GB"
     if plan.fits:
         console.print(f"fits: {plan.headroom / 1e9:.1f} GB of {room} are left", style="green")
     else:
         console.print(f"DOES NOT FIT: {-plan.headroom / 1e9:.1f} GB too much for {room}", style="red")
+
+
+def _show_compiled(compiled: Compiled, console: Console) -> None:
+    size = {"target weights": compiled.target_weights, "drafter weights": compiled.drafter_weights}
+    size |= {"caches and counters": compiled.state, "workspace": compiled.workspace, "total": compiled.total}
+    console.print(_table(f"memory of a device, compiled with backend {compiled.backend}", size))
+    collectives = ", ".join(f"{count} {kind}" for kind, count in compiled.collectives.items()) or "no collectives"
+    seconds = ", ".join(f"{what} {value:.1f} s" for what, value in compiled.seconds.items())
+    console.print(f"{collectives} per round; {seconds}")
 
 
 def _table(title: str, rows: dict[str, int]) -> Table:

@@ -213,7 +213,11 @@ class Decoder:
         so_far = Completion(
             tuple(int(t) for t in report.output[slot, :emitted]),
             finish,
-            Statistics(int(report.rounds[slot]), emitted - 1, tuple(int(n) for n in report.accepted_by_depth[slot])),
+            Statistics(
+                int(report.rounds[slot]),
+                emitted - 1,
+                tuple(int(n) for n in report.accepted_by_depth[slot, : self.program.depth]),
+            ),
             Timings(one.prefill, compile_seconds, one.decode),
         )
         return Commit(slot, one.index, fresh, so_far)

@@ -229,7 +229,7 @@ def read_chunk(
         seed=put(state.seed, admission.seed[None]),
         stop=put(state.stop, admission.stop[None]),
         rounds=put(state.rounds, jnp.zeros((1,), jnp.int32)),
-        accepted_by_depth=put(state.accepted_by_depth, jnp.zeros((1, program.depth), jnp.int32)),
+        accepted_by_depth=put(state.accepted_by_depth, jnp.zeros_like(state.accepted_by_depth[:1])),
     )
     return state, _report(state)
 
@@ -342,7 +342,8 @@ def commit(
         cache = kv.commit(out.cache, accepted.rows, count, program.runtime.mesh.cache_axes)
     else:  # accepted rows of a chain are in place already
         cache = dataclasses.replace(out.cache, lengths=starts + count)
-    reached = (index[:, 1:] < accepted.n_accepted[:, None]) & running[:, None]
+    depths = jnp.arange(1, state.accepted_by_depth.shape[1] + 1, dtype=jnp.int32)[None, :]
+    reached = (depths < accepted.n_accepted[:, None]) & running[:, None]
     return dataclasses.replace(
         state,
         cache=cache,

@@ -56,7 +56,8 @@ class DecodeState:
     rounds: Any
     """[slots]: Verify rounds run."""
     accepted_by_depth: Any
-    """[slots, depth]: Rounds in which the draft at depth d + 1 was accepted, before any cut by a stop or the limit."""
+    """[slots, depth]: Rounds in which the draft at depth d + 1 was accepted, before any cut by a stop or the limit.
+    One unused column where the depth is 0."""
 
 
 def empty_state(cache: KVCache, drafter: Any, slots: int, capacity: int, depth: int) -> DecodeState:
@@ -78,7 +79,8 @@ def empty_state(cache: KVCache, drafter: Any, slots: int, capacity: int, depth: 
         seed=jnp.zeros((slots,), jnp.uint32),
         stop=jnp.full((slots, MAX_STOP_TOKENS), -1, jnp.int32),
         rounds=zeros(),
-        accepted_by_depth=jnp.zeros((slots, depth), jnp.int32),
+        # Not empty: XLA crashes on an empty argument of a program for several GPUs (jaxlib 0.11.2).
+        accepted_by_depth=jnp.zeros((slots, max(depth, 1)), jnp.int32),
     )
 
 

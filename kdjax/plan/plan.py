@@ -7,6 +7,7 @@ from typing import Any
 
 from kdjax.config import Cluster, DeviceConfig, MeshConfig, ModelPair
 from kdjax.errors import KdjaxError
+from kdjax.plan.compiled import Compiled
 from kdjax.plan.memory import Memory, Workload, memory
 from kdjax.plan.step import Step, step
 
@@ -25,7 +26,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`plain` is the step of autoregressive decoding with the same streams."""
+    """`plain` is the step of autoregressive decoding with the same streams; `compiled` is there if asked for."""
 
     mesh: MeshConfig
     device: DeviceConfig
@@ -33,6 +34,7 @@ class Plan:
     memory: Memory
     step: Step
     plain: Step
+    compiled: Compiled | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -40,7 +42,8 @@ class Plan:
 
     @property
     def headroom(self) -> int:
-        return self.device_bytes - self.memory.total
+        """Bytes left: of the compiler's account where there is one, else of the estimate."""
+        return self.device_bytes - (self.compiled or self.memory).total
 
     @property
     def fits(self) -> bool:
@@ -88,6 +91,7 @@ class Plan:
             "autoregressive_floor_ms_per_step": self.plain.floor_ms(self.device),
             "break_even_acceptance": self.break_even,
             "tokens_per_s": [dataclasses.asdict(self.rate(value)) for value in acceptance],
+            "compiled": self.compiled and {**dataclasses.asdict(self.compiled), "total": self.compiled.total},
         }
 
 
