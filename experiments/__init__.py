@@ -3,7 +3,9 @@
 EXPERIMENTS = {
     "acceptance_by_depth": "how deep drafts are accepted, chain and trees (DDTree, figure 4)",
     "budget_sweep": "tau and speed by the number of tree nodes (DDTree, figure 3)",
+    "calibration": "the drafter's probabilities against measured acceptance",
     "drafter_precision": "the drafter in bf16 and INT4",
+    "expert_reuse": "distinct experts of a verify batch",
     "throughput": "decode throughput by concurrency, slots refilled",
     "tree_builder": "the heap on the host against the device builder",
 }

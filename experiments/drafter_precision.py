@@ -17,6 +17,7 @@ from kdjax import drafter as dflash
 from kdjax.checkpoint import Drafter, load_drafter
 from kdjax.checkpoint.int4 import encode
 from kdjax.cli.models import locate
+from kdjax.cli.session import runtime_of
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.model.int4 import dequantize
@@ -63,7 +64,7 @@ def rounded(model: ModelSection, runtime: RuntimeSection, group_size: int) -> Dr
     """
     _, folder = locate(model, needs_drafter=True)
     assert folder is not None
-    numerics = workbench.runtime_of(runtime)
+    numerics = runtime_of(runtime)
     as_stored = msgspec.structs.replace(numerics, layout="checkpoint")
     target = workbench.pair(model, runtime).target.config
     drafter = load_drafter(folder, as_stored, target)

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from kdjax.checkpoint import Drafter, Target, load_drafter, load_target
 from kdjax.cli.models import BUNDLED, locate
+from kdjax.cli.session import runtime_of
 from kdjax.config.decode import AtLeast1
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.config.strict import closest
@@ -62,11 +63,6 @@ def inputs(model: ModelSection, runtime: RuntimeSection, prompts: PromptsSection
     assert drafter is not None
     files = {"prompts": prompt_file(prompts)} if prompts else {}
     return Inputs({"target": target, "drafter": drafter}, files, runtime.backend)
-
-
-def runtime_of(section: RuntimeSection) -> Runtime:
-    fields = {name: getattr(section, name) for name in section.__struct_fields__ if name != "compilation_cache"}
-    return Runtime(**fields)
 
 
 @functools.lru_cache(maxsize=2)

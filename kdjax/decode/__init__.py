@@ -2,6 +2,7 @@
 
 from kdjax.config import DecodeConfig as DecodeConfig
 from kdjax.config import Sampling as Sampling
+from kdjax.decode.budgeting import CostAware as CostAware
 from kdjax.decode.completion import Commit as Commit
 from kdjax.decode.completion import Completion as Completion
 from kdjax.decode.completion import Statistics as Statistics

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from kdjax.checkpoint import Drafter, Target
 from kdjax.config import DecodeConfig, check_pair
 from kdjax.decode import loop
+from kdjax.decode.budgeting import CostAware
 from kdjax.decode.completion import Commit, Completion, FinishReason, Statistics, Timings
 from kdjax.decode.drafting import DFlash, Drafting, Params
 from kdjax.decode.request import MAX_STOP_TOKENS, Request, check_request
@@ -73,6 +74,7 @@ class Decoder:
         drafting: another drafter for the loop than DFlash.
         mesh: the devices of `runtime.mesh`; default is `kdjax.sharding.make_mesh` of it. Params that do not lie there
             yet are put there.
+        policy: how many of the drafted nodes each round verifies; default is all of them.
 
     `params` may be replaced by weights of the same shapes and types; nothing is compiled again.
 
@@ -92,6 +94,7 @@ class Decoder:
         context: int | None = None,
         drafting: Drafting | None = None,
         mesh: Mesh | None = None,
+        policy: CostAware | None = None,
     ):
         if slots < 1:
             raise KdjaxError(f"slots={slots} must be at least 1")
@@ -109,13 +112,18 @@ class Decoder:
             budget = min(budget, drafting.depth)
         if budget and drafting is not None and config.mode == "tree":
             candidates(drafting.depth, budget, min(budget, target.config.vocab_size))  # refuses what is too large
+        if policy is not None and (config.mode != "tree" or policy.widths[-1] != budget):
+            raise KdjaxError(
+                f"the policy's widths end with {policy.widths[-1]}, mode={config.mode} has budget={budget}: use mode "
+                "tree and the last width as its budget"
+            )
         self.config, self.slots = config, slots
         self.context = limit if context is None else context
         self.chunk = min(config.prefill_chunk, self.context)
         if mesh is None and runtime.mesh.devices > 1:
             mesh = make_mesh(runtime.mesh)
         self.program = loop.Program(
-            target.config, runtime, config.mode, budget, config.sampling, drafting if budget else None, mesh
+            target.config, runtime, config.mode, budget, config.sampling, drafting if budget else None, mesh, policy
         )
         self.params = self.place(Params(target.params, drafter.params if drafter is not None and budget else None))
         self._compiled: dict[int, _Compiled] = {}
@@ -252,11 +260,7 @@ class Decoder:
     def _prefill(
         self, compiled: _Compiled, state: DecodeState, slot: int, request: Request
     ) -> tuple[DecodeState, loop.Report]:
-        stop = np.full(MAX_STOP_TOKENS, -1, np.int32)
-        stops = sorted(set(request.stop_token_ids))
-        stop[: len(stops)] = stops
-        budget = self.program.budget if request.budget is None else min(request.budget, self.program.budget)
-        admission = loop.Admission(np.int32(request.max_new_tokens), np.int32(budget), np.uint32(request.seed), stop)
+        admission = admit(request, self.program.budget)
         size, prompt = self.chunk, np.asarray(request.prompt_ids, np.int32)
         report = None
         for start in range(0, len(prompt), size):
@@ -275,3 +279,12 @@ class Decoder:
             )
         assert report is not None  # the prompt is not empty
         return state, report
+
+
+def admit(request: Request, budget: int) -> loop.Admission:
+    """What a slot keeps of a request; `budget` is the compiled one."""
+    stop = np.full(MAX_STOP_TOKENS, -1, np.int32)
+    stops = sorted(set(request.stop_token_ids))
+    stop[: len(stops)] = stops
+    budget = budget if request.budget is None else min(request.budget, budget)
+    return loop.Admission(np.int32(request.max_new_tokens), np.int32(budget), np.uint32(request.seed), stop)

@@ -21,6 +21,8 @@ from kdjax import tree as ddtree
 from kdjax.config import ModelConfig, Sampling
 from kdjax.config.decode import Mode
 from kdjax.config.mesh import Axes
+from kdjax.decode import budgeting
+from kdjax.decode.budgeting import CostAware
 from kdjax.decode.drafting import Drafting, Params
 from kdjax.decode.sampling import largest, sample
 from kdjax.decode.state import DecodeState, Reason, empty_state, state_rules
@@ -46,6 +48,8 @@ class Program:
     drafting: Drafting | None
     mesh: Mesh | None = None
     """The devices of `runtime.mesh`; None is one device."""
+    policy: CostAware | None = None
+    """How many of the drafted nodes a round verifies; None is all of them."""
 
     @property
     def depth(self) -> int:
@@ -291,13 +295,41 @@ def verify(
     return out, k2.logits(params.target, program.model, out.hidden, program.runtime)
 
 
+class Round(NamedTuple):
+    """What a round did, for studies of it; padding and slots that do not run included."""
+
+    tree: ddtree.Tree
+    accepted: ddtree.Acceptance
+    routing: tuple[Int[Array, "slots rows top_k"], ...]
+    """The routed experts of every row, per MoE layer."""
+
+
 def one_round(program: Program, params: Params, state: DecodeState) -> DecodeState:
     """Draft, verify, accept, commit. Slots that do not run keep every field but their scratch cache rows."""
+    if program.policy is None:
+        return observed_round(program, params, state)[0]
     tree = draft(program, params, state)
+    budgets, index = budgeting.choose(program.policy, tree, state.reason == Reason.RUNNING)
+
+    def at(width: int) -> Callable[[DecodeState, ddtree.Tree, Array], DecodeState]:
+        return lambda state, tree, budgets: finish_round(
+            program, params, state, budgeting.narrow(tree, budgets, width)
+        )[0]
+
+    return lax.switch(index, [at(width) for width in program.policy.widths], state, tree, budgets)
+
+
+def observed_round(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Round]:
+    """A round at the full budget, and what it did."""
+    return finish_round(program, params, state, draft(program, params, state))
+
+
+def finish_round(program: Program, params: Params, state: DecodeState, tree: ddtree.Tree) -> tuple[DecodeState, Round]:
+    """Verify, accept, commit."""
     out, logits = verify(program, params, state, tree)
     posterior = _choose(program, logits, tree.positions(state.cache.lengths), state.seed)
     accepted = ddtree.accept(tree, posterior, program.depth)
-    return commit(program, params, state, out, posterior, accepted)
+    return commit(program, params, state, out, posterior, accepted), Round(tree, accepted, out.routing)
 
 
 def commit(

@@ -13,13 +13,15 @@ import experiments
 from kdjax import cli
 from kdjax.run import plot
 from kdjax.run.ledger import Ledger
+from tests.cli.conftest import cache as cache
 from tests.run import toy
 
 SWEEP = 'experiment = "toy"\nx = [1, 2, 3, 4]\nunits = 3\n'
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
+def registered(monkeypatch, cache):
+    monkeypatch.setenv("KDJAX_CACHE_DIR", str(cache))
     monkeypatch.setitem(experiments.EXPERIMENTS, "toy", "toy")
     monkeypatch.setitem(sys.modules, "experiments.toy", toy)
 
