@@ -107,6 +107,7 @@ def load_params(
     runtime: Runtime,
     *,
     shardings: Any = None,
+    finish_layer: Callable[[Params], None] = lambda layer: None,
     monitor: Monitor | None = None,
 ) -> Params:
     """The nested params: plain weights in `runtime.compute_dtype`, the router's bias in float32, and INT4
@@ -114,6 +115,7 @@ def load_params(
 
     `files` must have been opened with `expected_tensors(leaves)`. `shardings` is a tree like the params of
     `jax.sharding.Sharding` (an `Int4` of two for INT4 matrices); None puts everything on JAX's default device.
+    `finish_layer` changes the params of a layer in place as soon as they are complete, while the next are read.
 
     Raises:
         KdjaxError: arrays that their sharding does not cut evenly, all in one error, before any device memory is taken;
@@ -129,13 +131,19 @@ def load_params(
     params: Params = {}
     monitor.begin(sum(part.nbytes for parts in of_leaf for part in parts))
     arrays = stream(files, [part for parts in of_leaf for part in parts], monitor)
+    last = {leaf.path[:2]: leaf for leaf in leaves if leaf.path[0] == "layers"}
     for leaf, parts in zip(leaves, of_leaf, strict=True):
         made = [next(arrays) for _ in parts]
         with monitor.arranging():
             node: dict[Any, Any] = params
             for key in leaf.path[:-1]:
                 node = node.setdefault(key, {})
-            node[leaf.path[-1]] = jax.block_until_ready(_assemble(leaf, made, runtime))
+            node[leaf.path[-1]] = _assemble(leaf, made, runtime)
+            # What only the params hold can be freed as the layer is changed.
+            del made
+            if last.get(leaf.path[:2]) is leaf:
+                finish_layer(_at(params, leaf.path[:2]))
+                jax.block_until_ready(_at(params, leaf.path[:2]))
     return params
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -76,8 +77,9 @@ def load_target(
     leaves = _leaves(config, read_quantization(folder))
     files = TensorFolder(folder, prefix=WRAPPER_PREFIX, skip=VISION, expected=expected_tensors(leaves))
     placed = shardings(config) if shardings else _on_mesh(config, runtime)
-    params = k2.arrange(load_params(files, leaves, runtime, shardings=placed, monitor=monitor), config, runtime)
-    return Target(config, params, files.skipped)
+    finish = functools.partial(k2.arrange_layer, config=config, runtime=runtime)
+    params = load_params(files, leaves, runtime, shardings=placed, finish_layer=finish, monitor=monitor)
+    return Target(config, k2.arrange(params, config, runtime), files.skipped)
 
 
 def _on_mesh(config: ModelConfig, runtime: Runtime) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
@@ -68,33 +70,39 @@ def tile(gate: Int4, up: Int4, down: Int4) -> TiledExperts:
     return tile_experts(_packed(gate, up, down))
 
 
+@functools.lru_cache(maxsize=8)
+def _tile_on(mesh: Mesh, experts: Any, inner: Any) -> Callable[[Int4, Int4, Int4], TiledExperts]:
+    """`tile` on a mesh that splits the experts over axes `experts` and their width over axes `inner`."""
+    rows, columns = PartitionSpec(experts, inner), PartitionSpec(experts, None, inner)
+    return jax.jit(
+        jax.shard_map(
+            tile,
+            mesh=mesh,
+            in_specs=(rows, rows, columns),
+            out_specs=TiledExperts(rows, rows, columns, columns),
+            check_vma=False,
+        )
+    )
+
+
 def tile_where_they_lie(gate: Int4, up: Int4, down: Int4) -> TiledExperts:
     """`tile`, every device its own part where the stacks are split over a mesh."""
     sharding = gate.packed.sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return tile(gate, up, down)
     experts, inner, *_ = (*sharding.spec, None, None)
-    rows, columns = PartitionSpec(experts, inner), PartitionSpec(experts, None, inner)
-    return jax.shard_map(
-        tile,
-        mesh=sharding.mesh,
-        in_specs=(rows, rows, columns),
-        out_specs=TiledExperts(rows, rows, columns, columns),
-        check_vma=False,
-    )(gate, up, down)
+    return _tile_on(sharding.mesh, experts, inner)(gate, up, down)
 
 
-def tile_routed_experts(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` with every layer's stacks of INT4 experts put through `tile_where_they_lie`.
+def tile_layer(layer: dict[str, Any]) -> None:
+    """The stacks of INT4 experts of one layer's params put through `tile_where_they_lie`, unless they have been.
 
     In place: the stacks of all layers do not fit beside their tiles.
     """
-    for layer in params["layers"].values():
-        if "experts" in layer["mlp"]:
-            stacks = layer["mlp"].pop("experts")
-            gate, up, down = (stacks.pop(name)["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
-            layer["mlp"]["experts"] = {"tiles": tile_where_they_lie(gate, up, down)}
-    return params
+    if "gate_proj" in layer["mlp"].get("experts", ()):
+        stacks = layer["mlp"].pop("experts")
+        gate, up, down = (stacks.pop(name)["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
+        layer["mlp"]["experts"] = {"tiles": tile_where_they_lie(gate, up, down)}
 
 
 def _packed(gate: Int4, up: Int4, down: Int4) -> PackedExperts:

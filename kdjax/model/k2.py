@@ -20,7 +20,7 @@ from kdjax.errors import KdjaxError
 from kdjax.model import parallel, rope, sequence
 from kdjax.model.block import Block
 from kdjax.model.cache import KVCache
-from kdjax.model.experts import runs_tiled, tile_routed_experts
+from kdjax.model.experts import runs_tiled, tile_layer
 from kdjax.model.fused import fuse
 from kdjax.model.linear import InputMajorLinear, Linear
 from kdjax.model.mla import Step
@@ -59,14 +59,22 @@ def abstract_params(config: ModelConfig, runtime: Runtime) -> Params:
     return nnx.to_pure_dict(_split(config, runtime)[1])
 
 
+def arrange_layer(layer: Params, config: ModelConfig, runtime: Runtime) -> None:
+    """What `arrange` does to the params of one layer in place, so that a loader can do it while it reads the next."""
+    if runs_tiled(config, runtime):
+        tile_layer(layer)
+
+
 def arrange(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
     """Params as a checkpoint has them, in the layout that `runtime` runs. A loader's last step.
 
-    It may take `params` apart on the way.
+    It may take `params` apart on the way. Layers that have been through `arrange_layer` stay as they are.
     """
     if runtime.layout == "fused":
         return fuse(params, config)
-    return tile_routed_experts(params) if runs_tiled(config, runtime) else params
+    for layer in params["layers"].values():
+        arrange_layer(layer, config, runtime)
+    return params
 
 
 @jax.tree_util.register_dataclass
