@@ -1,6 +1,7 @@
 """Experiments: training of the small bundled model (`nano`), and what `kdjax run` runs, one module each."""
 
 EXPERIMENTS = {
+    "ablations": "static tree, chain, DDTree and cost-aware budgets (CaDDTree)",
     "acceptance_by_depth": "how deep drafts are accepted, chain and trees (DDTree, figure 4)",
     "budget_sweep": "tau and speed by the number of tree nodes (DDTree, figure 3)",
     "calibration": "the drafter's probabilities against measured acceptance",

@@ -13,7 +13,7 @@ from msgspec import Meta
 from kdjax.checkpoint import Drafter, Target, load_drafter, load_target
 from kdjax.cli.models import BUNDLED, locate
 from kdjax.cli.session import runtime_of
-from kdjax.config.decode import AtLeast1
+from kdjax.config.decode import AtLeast0, AtLeast1
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.config.strict import closest
 from kdjax.decode import DecodeConfig, Decoder, Request
@@ -26,12 +26,13 @@ SHELF = Path(__file__).parent / "prompts"
 
 
 class PromptsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first `count` prompts of a file, all of them without it; each is continued by up to `new_tokens`.
+    """`count` prompts of a file after the first `skip`, all without it; each is continued by up to `new_tokens`.
 
     `file`: JSON lines with the keys id, domain and text, or `bundled:NAME`. Prompt i draws with seed `seed` + i.
     """
 
     file: str = "bundled:mixed"
+    skip: AtLeast0 = 0
     count: AtLeast1 | None = None
     new_tokens: AtLeast1 = 128
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
@@ -100,10 +101,14 @@ def read_prompts(section: PromptsSection) -> list[Prompt]:
         if prompt.id in found:
             raise KdjaxError(f"{file}, line {number}: the id {prompt.id!r} is there already: give each its own")
         found[prompt.id] = prompt
-    count = len(found) if section.count is None else section.count
-    if not 0 < count <= len(found):
-        raise KdjaxError(f"{file} has {len(found)} prompts, prompts.count = {count}: lower it or add prompts")
-    return list(found.values())[:count]
+    left = len(found) - section.skip
+    count = left if section.count is None else section.count
+    if not 0 < count <= left:
+        raise KdjaxError(
+            f"{file} has {len(found)} prompts, prompts.skip = {section.skip} and count = {section.count}: lower them "
+            "or add prompts"
+        )
+    return list(found.values())[section.skip :][:count]
 
 
 def requests(section: PromptsSection, tokenizer: Tokenizer) -> dict[str, Request]:
@@ -125,7 +130,7 @@ def context_for(many: Sequence[Request]) -> int:
     return -(-max(len(r.prompt_ids) + r.max_new_tokens for r in many) // 64) * 64
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def decoder(model: ModelSection, runtime: RuntimeSection, config: DecodeConfig, slots: int, context: int) -> Decoder:
     """Compiled once for all cells that decode alike."""
     models = pair(model, runtime)

@@ -1,0 +1,190 @@
+"""Ways to decide what to verify: a chain, a static tree, DDTree of a fixed budget, and budgets by measured cost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from experiments import decoding, workbench
+from experiments.decoding import decode_all
+from experiments.decoding import inputs as inputs
+from experiments.static_tree import StaticRanks, Table, acceptance_by_rank
+from kdjax.config.decode import AtLeast1, DecodeConfig
+from kdjax.decode import CostAware, Decoder, Request
+from kdjax.errors import KdjaxError
+from kdjax.run import plot
+from kdjax.run.experiment import Result
+from kdjax.run.ledger import Record
+from kdjax.run.statistics import difference
+
+CLAIM = "CaDDTree (arXiv 2606.01813): a budget by cost matches or beats DDTree with the best fixed budget"
+METRICS = decoding.SPEED | decoding.TAU
+Policy = Literal["fixed", "static", "stream", "batch"]
+RANKS = 8
+WITHIN = 0.02
+
+
+class Config(decoding.Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`policy` fixed decodes as `decode` says: a chain, a tree, or plainly.
+
+    "static" keeps one shape of tree, made of how often each rank was accepted on the prompts of `calibrate`. "stream"
+    and "batch" verify the number of nodes among `widths` that promises the most tokens per second, by `seconds` per
+    round at each of them; without `seconds` these are measured on the prompts of `calibrate`.
+    """
+
+    policy: Policy = "fixed"
+    widths: tuple[AtLeast1, ...] = (1, 3, 7, 15, 31)
+    seconds: tuple[float, ...] = ()
+    calibrate: workbench.PromptsSection = workbench.PromptsSection(skip=14, new_tokens=64)
+
+
+def measure(config: Config) -> Iterator[Record]:
+    tokenizer = workbench.pair(config.model, config.runtime).tokenizer
+    requests = workbench.requests(config.prompts, tokenizer)
+    decoder = _decoder(config)
+    yield from decoding.records(decoder, requests, config.repeats)
+    if policy := decoder.program.policy:
+        yield {"unit": "cost table", "widths": list(policy.widths), "timings": {"seconds": list(policy.seconds)}}
+
+
+def _decoder(config: Config) -> Decoder:
+    if config.policy == "fixed":
+        return _fixed(config, config.decode)
+    models = workbench.pair(config.model, config.runtime)
+    decode, drafting, policy = config.decode, None, None
+    if config.policy == "static":
+        ranks = acceptance(_same(config))
+        drafting = StaticRanks(models.drafter.config, models.target.config, models.runtime, ranks)
+    else:
+        decode = _tree(config, config.widths[-1])
+        policy = CostAware(config.widths, config.seconds or costs(_same(config)), config.policy)
+    return Decoder(
+        models.target,
+        models.drafter,
+        decode,
+        models.runtime,
+        slots=config.slots,
+        context=_context(config),
+        drafting=drafting,
+        policy=policy,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def costs(config: Config) -> tuple[float, ...]:
+    """Seconds per round at each width with all slots running; the widths take turns, and the fastest turn counts."""
+    requests = _calibration(config)
+    if len(requests) < config.slots:
+        raise KdjaxError(f"calibrate has {len(requests)} prompts for slots = {config.slots}: give at least as many")
+    decoders = [_fixed(config, _tree(config, width)) for width in config.widths]
+    turns = []
+    for _ in range(max(config.repeats, 2)):
+        turn = []
+        for decoder in decoders:
+            outcome = decode_all(decoder, requests[: config.slots])
+            turn.append(outcome.decode_seconds / max(c.statistics.rounds for c in outcome.begun))
+        turns.append(turn)
+    return tuple(min(seconds) for seconds in zip(*turns, strict=True))
+
+
+@functools.lru_cache(maxsize=8)
+def acceptance(config: Config) -> Table:
+    models = workbench.pair(config.model, config.runtime)
+    decode = _tree(config, config.widths[-1])
+    decoder = workbench.decoder(config.model, config.runtime, decode, 1, _context(config))
+    return acceptance_by_rank(decoder, _calibration(config), models.depth, min(RANKS, config.widths[-1]))
+
+
+def _same(config: Config) -> Config:
+    """What the calibration depends on, so that all policies share it."""
+    decode = msgspec.structs.replace(config.decode, mode="tree", budget=config.widths[-1])
+    return msgspec.structs.replace(config, policy="fixed", decode=decode)
+
+
+def _tree(config: Config, width: int) -> DecodeConfig:
+    return msgspec.structs.replace(config.decode, mode="tree", budget=width)
+
+
+def _fixed(config: Config, decode: DecodeConfig) -> Decoder:
+    return workbench.decoder(config.model, config.runtime, decode, config.slots, _context(config))
+
+
+def _calibration(config: Config) -> list[Request]:
+    tokenizer = workbench.pair(config.model, config.runtime).tokenizer
+    return list(workbench.requests(config.calibrate, tokenizer).values())
+
+
+def _context(config: Config) -> int:
+    """Of all prompts, so that both kinds run in the same program."""
+    tokenizer = workbench.pair(config.model, config.runtime).tokenizer
+    return workbench.context_for([*workbench.requests(config.prompts, tokenizer).values(), *_calibration(config)])
+
+
+def conclude(results: Sequence[Result]) -> list[str]:
+    findings = []
+    for slots in sorted({r.config.slots for r in results}):
+        here = [r for r in results if r.config.slots == slots]
+        trees = [r for r in here if r.config.policy == "fixed" and r.config.decode.mode == "tree"]
+        findings += [f"C={slots}: {said}" for said in [*_against_fixed(here, trees), *_against_trees(here, trees)]]
+    return [*findings, decoding.same_tokens(results), decoding.loops(results)]
+
+
+def _against_fixed(here: Sequence[Result], trees: Sequence[Result]) -> Iterator[str]:
+    """The cost-aware policies against the fastest and the slowest fixed budget, with the table they used."""
+    aware = [r for r in here if r.config.policy in ("stream", "batch")]
+    if not aware or not trees:
+        return
+    plain = [r for r in here if r.config.decode.mode == "autoregressive"]
+    best, worst = (choice(trees, key=lambda r: r.value("tokens_per_s")) for choice in (max, min))
+    for result in aware:
+        gain = difference(METRICS["tokens_per_s"], best.records, result.records)
+        assert gain is not None and gain.change is not None
+        verdict = "within" if gain.change >= -WITHIN else "outside"
+        interval = "" if gain.low is None else f" [{gain.low / gain.a:+.1%}, {gain.high / gain.a:+.1%}]"
+        yield (
+            f"cost-aware per {result.config.policy} runs {gain.change:+.1%}{interval} against the best fixed budget "
+            f"({best.config.decode.budget}), {verdict} the {WITHIN:.0%} allowed, and "
+            f"{result.value('tokens_per_s') / worst.value('tokens_per_s'):.2f} times the worst "
+            f"({worst.config.decode.budget})"
+        )
+        table = next(r for r in result.records if r["unit"] == "cost table")
+        costs = zip(table["widths"], table["timings"]["seconds"], strict=True)
+        if plain:
+            ratio = result.value("tokens_per_s") / plain[0].value("tokens_per_s")
+            yield f"cost-aware per {result.config.policy}, which always drafts, runs {ratio:.2f} times as fast as plain"
+        yield "milliseconds per round by nodes: " + ", ".join(f"{w}: {1e3 * s:.2f}" for w, s in costs)
+
+
+def _against_trees(here: Sequence[Result], trees: Sequence[Result]) -> Iterator[str]:
+    """The static tree and the chain against the tree of as many nodes."""
+    for other in (r for r in here if r.config.policy == "static" or r.config.decode.mode == "chain"):
+        for tree in (t for t in trees if t.config.decode.budget == other.config.decode.budget):
+            loss = difference(METRICS["tau_micro"], other.records, tree.records)
+            assert loss is not None
+            bounds = "" if loss.low is None else f" (95 %: {loss.low:+.2f} to {loss.high:+.2f})"
+            name = "the static tree" if other.config.policy == "static" else "the chain"
+            yield (
+                f"DDTree takes {loss.difference:+.2f} tokens per pass{bounds} against {name} of as many nodes "
+                f"({loss.a:.2f}, {tree.config.decode.budget} nodes)"
+            )
+
+
+def draw(results: Sequence[Result], figure: Any) -> None:
+    slots = sorted({r.config.slots for r in results})
+    panels = figure.subplots(1, len(slots), squeeze=False)[0]
+    for axes, count in zip(panels, slots, strict=True):
+        here = [r for r in results if r.config.slots == count]
+        plot.bars(axes, [_label(r) for r in here], [r.estimates["tokens_per_s"] for r in here])
+        axes.set(title=f"C = {count}", xlabel="tok/s")
+
+
+def _label(result: Result) -> str:
+    decode = result.config.decode
+    if result.config.policy in ("stream", "batch"):
+        return f"cost-aware, {result.config.policy}"
+    if result.config.policy == "static":
+        return f"static {decode.budget}"
+    return f"{decode.mode} {decode.budget}" if decode.budget else "plain"
