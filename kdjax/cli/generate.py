@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import sys
@@ -16,7 +17,7 @@ from kdjax.cli import models, options, prompts
 from kdjax.cli.interrupt import EXIT_INTERRUPTED, Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.progress import progress_in
-from kdjax.cli.start import configure_jax
+from kdjax.cli.start import configure_jax, keep_stdout_for_python
 from kdjax.config import Cluster, GenerateConfig, dumps, load
 from kdjax.errors import KdjaxError
 from kdjax.run import RunFolder, provenance
@@ -65,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="model.allow_mismatch=true",
         help="use a drafter that was trained for another target (model.allow_mismatch)",
     )
+    parser.add_argument(
+        "--processes",
+        metavar="WHICH",
+        help="one of several processes: auto (Slurm, Kubernetes, Open MPI) or HOST:PORT,COUNT,INDEX",
+    )
     parser.add_argument("--compare", action="store_true", help="also decode by chain and autoregressively")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     parser.add_argument("--out", type=Path, metavar="DIR", help="save config, provenance and metrics there")
@@ -83,25 +89,35 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     target, drafter = models.locate(config.model, needs_drafter=modes != ["autoregressive"])
     if args.out:
         RunFolder.refuse_used(args.out)
+    if args.processes:
+        keep_stdout_for_python()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
     # Before the status line, which puts itself in the place of sys.stdout while it is shown.
     page = Console(file=io.StringIO() if args.json else sys.stdout)
     margin = Console(stderr=True, highlight=False)
-    with margin.status("starting; the first start compiles, later ones find the programs in the cache") as status:
+    starting = "starting; the first start compiles, later ones find the programs in the cache"
+    with margin.status(starting) as status, contextlib.ExitStack() as processes:
         configure_jax(compilation_cache=config.runtime.compilation_cache)
         from kdjax.cli.session import Session
+        from kdjax.sharding import joined
 
+        speaks = processes.enter_context(joined(args.processes, f"{dumps(config)}{texts}{modes}"))
+        if not speaks:
+            status.stop()
+            margin.quiet, page = True, Console(file=io.StringIO())
         session = Session(config, target, drafter, texts, progress_in(status))
         if note := session.chain_note:
             margin.print(note, soft_wrap=True)
-        folder = RunFolder.create(args.out, config) if args.out else None
+        folder = RunFolder.create(args.out, config) if args.out and speaks else None
         if folder:
             checkpoints = {"target": target} | ({"drafter": drafter} if drafter else {})
             folder.write("provenance.json", provenance(checkpoints, config.runtime.backend))
         live = Live(texts, page, before=status.stop)
         outcomes = _decode(session, modes, live, status, interrupt)
+    if not speaks:
+        return EXIT_INTERRUPTED if interrupt.pressed else 0
     interrupted = interrupt.pressed
     return _report(session, live.texts, outcomes, folder, margin, interrupted=interrupted, as_json=args.json)
 

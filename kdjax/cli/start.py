@@ -40,3 +40,11 @@ def configure_jax(*, compilation_cache: bool) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     else:
         print(f"kdjax: {folder} is not writable: compiled programs are not kept (set KDJAX_CACHE_DIR)", file=sys.stderr)
+
+
+def keep_stdout_for_python() -> None:
+    """What libraries print from C goes to stderr: Gloo reports every connection between processes on stdout."""
+    sys.stdout.flush()
+    own = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)

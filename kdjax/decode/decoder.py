@@ -23,7 +23,7 @@ from kdjax.decode.request import MAX_STOP_TOKENS, Request, check_request
 from kdjax.decode.state import DecodeState, Reason
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
-from kdjax.sharding import make_mesh, shardings
+from kdjax.sharding import make_mesh, place, shardings
 from kdjax.tree import candidates
 
 _FIRST_ROUNDS = 2
@@ -132,7 +132,7 @@ class Decoder:
         """`params` on the mesh, split as its program takes them; as they are on one device."""
         if self.program.mesh is None:
             return params
-        return jax.device_put(params, shardings(self.program.param_specs(params), self.program.mesh))
+        return place(params, shardings(self.program.param_specs(params), self.program.mesh))
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Commit]:
         """Committed tokens as they come. A free slot takes the next waiting request.

@@ -173,8 +173,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
         """The result, and the routed experts of each token."""
         tokens = x.reshape(-1, x.shape[-1])
-        indices, weights = self._own(*self.gate(tokens))
-        y = self.experts(tokens, indices, weights)
+        indices, weights = self.gate(tokens)
+        y = self.experts(tokens, *self._own(indices, weights))
         if self.shared_experts is not None:
             y = y + self._once(self.shared_experts(tokens))
         return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdjax.config import MeshConfig
@@ -90,3 +91,17 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
     )
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """The arrays of `tree` where `shardings` say; what lies there already is not copied.
+
+    Over several processes, each must hold the same whole arrays, or parts that lie right already.
+    """
+
+    def put(array: Any, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable or getattr(array, "sharding", None) == sharding:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
+
+    return jax.tree.map(put, tree, shardings)
