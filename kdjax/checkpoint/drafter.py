@@ -15,7 +15,7 @@ from kdjax.checkpoint.params import ParamReader, Params, expected_tensors, load_
 from kdjax.checkpoint.progress import Monitor
 from kdjax.checkpoint.revision import check_revisions
 from kdjax.checkpoint.writer import by_size, write_folder
-from kdjax.config import ONE_DEVICE, DrafterConfig, ModelConfig, check_pair
+from kdjax.config import ONE_DEVICE, DrafterConfig, DrafterOverrides, ModelConfig, check_pair
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
 from kdjax.sharding import drafter_specs, make_mesh
@@ -38,6 +38,7 @@ def load_drafter(
     *,
     target_path: str | pathlib.Path | None = None,
     allow_mismatch: bool = False,
+    overrides: DrafterOverrides | None = None,
     expected_sha256: str | None = None,
     shardings: Callable[[DrafterConfig], Any] | None = None,
     monitor: Monitor | None = None,
@@ -50,6 +51,7 @@ def load_drafter(
         target_config: of the target; layers, hidden size and vocabulary must be those the drafter was trained for.
         target_path: the target's folder, to compare the names of the two published models where they are known.
         allow_mismatch: use the drafter with another target than its own, as long as it can run.
+        overrides: change how it attends, against its config.json.
         expected_sha256: pins the bytes (`kdjax.checkpoint.sha256`): different drafters have been published under one
             name.
         shardings: as of `load_target`.
@@ -59,6 +61,8 @@ def load_drafter(
         KdjaxError: an unsupported config, a drafter for another target, damaged files, or another hash.
     """
     config = read_drafter_config(path)
+    if overrides is not None:
+        config = overrides.apply(config)
     check_pair(target_config, config, allow_mismatch=allow_mismatch)
     if target_path is not None and not allow_mismatch:
         check_revisions(path, target_path)

@@ -238,7 +238,7 @@ class TensorFolder:
             KdjaxError: the file cannot be read, or ends before the tensor does: it changed after it was opened.
         """
         located = self.located[name]
-        rest = memoryview(out.reshape(-1).view(np.uint8))
+        rest = out.reshape(-1).view(np.uint8).data
         position = located.entry.start + offset
         while rest:
             try:

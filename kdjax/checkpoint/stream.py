@@ -10,9 +10,10 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ class _Shard(NamedTuple):
     """The same block of an array on one device or more: its first entry of every axis, and what it takes of each."""
 
     starts: tuple[int, ...]
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
 
 
 class _Layout:
@@ -70,7 +71,7 @@ class _Layout:
     def __init__(self, part: Part):
         self.part = part
         self.shape = part.sharding.shard_shape(part.shape)
-        by_start: dict[tuple[int, ...], list[jax.Device]] = {}
+        by_start: dict[tuple[int, ...], list[Any]] = {}
         for device, index in part.sharding.addressable_devices_indices_map(part.shape).items():
             starts = tuple(s.start or 0 for s in index or ())
             by_start.setdefault(starts + (0,) * (len(part.shape) - len(starts)), []).append(device)
@@ -159,6 +160,17 @@ class _DeviceArray:
     def finish(self) -> jax.Array:
         assert self.whole is not None
         return self.whole
+
+
+_of_thread = threading.local()
+
+
+def _scratch(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory of the calling thread, valid until it calls again: fresh pages for every read would be zeroed first."""
+    count = math.prod(shape) * dtype.itemsize
+    if getattr(_of_thread, "buffer", np.empty(0, np.uint8)).nbytes < count:
+        _of_thread.buffer = np.empty(count, np.uint8)
+    return _of_thread.buffer[:count].view(dtype).reshape(shape)
 
 
 class _Read(NamedTuple):

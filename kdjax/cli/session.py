@@ -57,6 +57,7 @@ class Session:
             self._target.config,
             target_path=target,
             allow_mismatch=config.model.allow_mismatch,
+            overrides=config.model.drafter_overrides,
         )
         stops = tuple(sorted(self._tokenizer.stop_token_ids | set(self._target.config.eos_token_ids)))
         self._requests = [

@@ -8,6 +8,7 @@ from kdjax.config.mesh import Cluster as Cluster
 from kdjax.config.mesh import DeviceConfig as DeviceConfig
 from kdjax.config.mesh import MeshConfig as MeshConfig
 from kdjax.config.model import DrafterConfig as DrafterConfig
+from kdjax.config.model import DrafterOverrides as DrafterOverrides
 from kdjax.config.model import Int4Config as Int4Config
 from kdjax.config.model import ModelConfig as ModelConfig
 from kdjax.config.model import YarnConfig as YarnConfig

@@ -8,18 +8,20 @@ from msgspec import Meta, Struct
 
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.config.mesh import ONE_DEVICE, MeshConfig
+from kdjax.config.model import DrafterOverrides
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoint folders in the Hugging Face layout, or `bundled:NAME` for a model shipped inside the package.
 
     `drafter` None means the drafter bundled with the target; a target from a folder has none. `allow_mismatch` lets a
-    drafter run with another target than the one it was trained for.
+    drafter run with another target than the one it was trained for; `drafter_overrides` changes how it attends.
     """
 
     target: str = "bundled:nano"
     drafter: str | None = None
     allow_mismatch: bool = False
+    drafter_overrides: DrafterOverrides = DrafterOverrides()
 
 
 class PromptSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -142,3 +142,28 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def causal_in_block(self, layer: int) -> bool:
         return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
+
+
+class DrafterOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What published drafters leave open or runtimes disagree about; None keeps what the checkpoint says.
+
+    `attention_factor` multiplies cos and sin: 1.0 by the ratio of the mscale keys, 1.41589 by vLLM up to 0.29 for
+    Kimi-K2.5-DFlash. A `sliding_window` takes effect in sliding layers only.
+    """
+
+    is_causal: bool | None = None
+    sliding_window: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    attention_factor: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+    def apply(self, config: DrafterConfig) -> DrafterConfig:
+        """Raises KdjaxError where the drafter has nothing that an override changes."""
+        if self.sliding_window is not None and "sliding_attention" not in config.layer_types:
+            raise KdjaxError(f"sliding_window={self.sliding_window}: the drafter has no sliding layers, leave it out")
+        changed: dict[str, Any] = {name: getattr(self, name) for name in ("is_causal", "sliding_window")}
+        if self.attention_factor is not None:
+            if config.rope_scaling is None:
+                raise KdjaxError(f"attention_factor={self.attention_factor}: the drafter has no YaRN, leave it out")
+            changed["rope_scaling"] = msgspec.structs.replace(
+                config.rope_scaling, attention_factor=self.attention_factor
+            )
+        return msgspec.structs.replace(config, **{name: value for name, value in changed.items() if value is not None})

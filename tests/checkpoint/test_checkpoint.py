@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from kdjax import drafter as dflash
 from kdjax.checkpoint import files, int4, load_drafter, load_target, save_drafter, save_target, sha256
 from kdjax.checkpoint.layout import is_ignored
+from kdjax.config import DrafterOverrides
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
 from kdjax.model.int4 import Int4, dequantize
@@ -325,6 +326,21 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, change, words):
     save_drafter(tmp_path, DRAFTER, random_drafter())
     with pytest.raises(KdjaxError, match=words):
         load_drafter(tmp_path, EXACT, msgspec.structs.replace(TARGET, **change))
+
+
+def test_overrides_change_how_a_drafter_attends_and_nothing_else(tmp_path):
+    save_drafter(tmp_path, DRAFTER, random_drafter())
+    plain = load_drafter(tmp_path, EXACT, TARGET, overrides=DrafterOverrides())
+    assert plain.config == DRAFTER
+    changes = DrafterOverrides(is_causal=False, sliding_window=7, attention_factor=1.41589)
+    changed = load_drafter(tmp_path, EXACT, TARGET, overrides=changes)
+    rope = msgspec.structs.replace(DRAFTER.rope_scaling, attention_factor=1.41589)
+    assert changed.config == msgspec.structs.replace(DRAFTER, is_causal=False, sliding_window=7, rope_scaling=rope)
+    assert_equal_trees(changed.params, plain.params)
+    full = msgspec.structs.replace(DRAFTER, layer_types=("full_attention",) * 2, rope_scaling=None)
+    for overrides in (DrafterOverrides(sliding_window=7), DrafterOverrides(attention_factor=1.0)):
+        with pytest.raises(KdjaxError, match="the drafter has no .*, leave it out"):
+            overrides.apply(full)
 
 
 def test_a_pinned_hash_refuses_other_bytes_of_the_same_name(tmp_path):
