@@ -55,7 +55,7 @@ def prefill_attention(
     if backend == "xla":
         attend = functools.partial(xla.attend, scale=scale)
     else:
-        config = config or choose(device_kind(), dtype)
+        config = config or choose(device_kind(), dtype, slots * q * heads)
         interpret = backend == "interpret"
         attend = functools.partial(triton.attend, scale=scale, config=config, interpret=interpret)
     segment = min(segment, -(-rows // 256) * 256)

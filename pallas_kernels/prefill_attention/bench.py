@@ -84,13 +84,12 @@ def run(cases: tuple[Case, ...], out: Path, seconds: float, tune: bool, backend:
     seed = int.from_bytes(os.urandom(3), "little")
     rows: list[dict[str, Any]] = []
     header = {**timing.device_facts(), "matmul_peak_tflop_s": round(timing.matmul_peak(), 1), "segment": SEGMENT}
-    tuned = choose(device_kind(), jnp.dtype(jnp.bfloat16))
-    configs = list(dict.fromkeys([tuned, *CANDIDATES])) if tune else [tuned]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         waiting = []
         for case in cases:
             args = data(case, seed)
-            for config in configs:
+            tuned = choose(device_kind(), jnp.dtype(jnp.bfloat16), case.tokens * case.heads)
+            for config in dict.fromkeys([tuned, *CANDIDATES]) if tune else [tuned]:
                 op = functools.partial(prefill_attention, scale=SCALE, backend=backend, config=config)
                 waiting.append((case, config, args, pool.submit(jax.jit(op).lower(*args).compile)))
         concurrent.futures.wait([program for *_, program in waiting])  # a busy host delays launches

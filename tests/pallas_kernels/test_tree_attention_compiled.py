@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.config import Config, _tables
+from pallas_kernels.tree_attention.schedule import make_plan
 
 SHAPES = [(8, 1, "bfloat16"), (8, 9, "bfloat16"), (8, 32, "bfloat16"), (64, 9, "bfloat16"), (8, 9, "float8_e4m3fn")]
 
@@ -49,3 +51,26 @@ def test_lowers_for_small_models_and_float32(kind):
 def test_fits_the_device(kind, heads, q, cache):
     """Shared memory beyond the device's limit fails here, not in lowering."""
     aot.compile_for(kind, triton, *arguments(heads, q, cache))
+
+
+TUNED = sorted(
+    {
+        (config.rows, config.block, config.num_warps, config.num_stages, config.split_scores)
+        for case in _tables()["NVIDIA H200"]
+        for config in [Config(**case["config"])]
+    }
+)
+
+
+@pytest.mark.skipif(not aot.available(), reason="full compiles need jax[cuda13]")
+@pytest.mark.parametrize("tiles", TUNED, ids=str)
+def test_every_tuned_tile_fits(tiles):
+    rows, block, warps, stages, split = tiles
+    config = Config(rows, block, 132, warps, stages, split)
+
+    def attend(q_latent, q_rope, cache, lengths, ancestors):
+        heads, q = q_latent.shape[2], q_latent.shape[1]
+        shared = make_plan(lengths, ancestors, query_rows=q * heads, q=q, rows=cache.shape[1], config=config)
+        return triton(q_latent, q_rope, cache, lengths, ancestors, shared=shared)
+
+    aot.compile_for("NVIDIA H200", attend, *arguments(8, 8, "bfloat16"))
