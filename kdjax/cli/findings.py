@@ -24,7 +24,7 @@ def show(summary: dict[str, Any], console: Console, folder: Path) -> None:
     metrics = [m for m in summary["metrics"] if any(m in cell for cell in summary["cells"].values())]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=summary["experiment"], title_justify="left")
     table.add_column("cell")
-    for name in metrics:
+    for name in metrics or ["result"]:
         table.add_column(name, justify="right")
     for cell, figures in summary["cells"].items():
         table.add_row(cell, *(_figure(figures.get(name)) for name in metrics))
