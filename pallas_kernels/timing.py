@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +25,40 @@ class Timing:
     min_us: float
 
 
-def several_calls(op: Callable[..., Any]) -> Callable[..., Any]:
-    """`f(shared, inputs)`: op(*shared, *one) for each of `inputs`, in one compiled program.
+LOOPS_ON_GPU = 8
+"""A command buffer replays as it is only where the addresses of its buffers stay: from one iteration of a loop to the
+next, but not from one launch of a program to the next, when the host first writes every kernel of it anew."""
+
+
+def loops_here() -> int:
+    """How often a program of `several_calls` does its inputs on this device."""
+    return LOOPS_ON_GPU if jax.default_backend() == "gpu" else 1
+
+
+def several_calls(op: Callable[..., Any], loops: int | None = None) -> Callable[..., Any]:
+    """`f(shared, inputs)`: op(*shared, *one) for each of `inputs`, in one compiled program, `loops` times over.
 
     Many calls with inputs of their own amortise the launch of the program, replay as one command buffer, and keep
-    weights that differ between the inputs from staying in the L2 cache.
+    weights that differ between the inputs from staying in the L2 cache. `loops` is `loops_here()` where it is None.
     """
     one_call = jax.jit(op)  # traced and lowered once, however many inputs there are
 
+    def each(shared: Sequence[Any], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        return [one_call(*shared, *one) for one in inputs]
+
     @jax.jit
     def f(shared: Sequence[Any], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        return [one_call(*shared, *one) for one in inputs]
+        times = loops_here() if loops is None else loops
+        if times == 1:
+            return each(shared, inputs)
+
+        def body(_: Any, carry: tuple[jax.Array, list[Any]]) -> tuple[jax.Array, list[Any]]:
+            # arguments that seem to depend on the iteration: XLA moves what does not out of the loop
+            token, *arguments = lax.optimization_barrier((carry[0], shared, inputs))
+            return token, each(*arguments)
+
+        outs = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(each, shared, inputs))
+        return lax.fori_loop(0, times, body, (jnp.zeros((), jnp.int32), outs))[1]
 
     return f
 
@@ -52,14 +76,15 @@ def measure(
     A repetition runs the program until at least `min_ops` ops are done and waits once, at its end.
     """
     jax.block_until_ready(program(shared, inputs))
-    launches = -(-min_ops // len(inputs))
+    ops = len(inputs) * loops_here()
+    launches = -(-min_ops // ops)
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()
         for _ in range(launches):
             out = program(shared, inputs)
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / (launches * len(inputs)))
+        times.append((time.perf_counter() - start) / (launches * ops))
     return Timing(statistics.median(times) * 1e6, min(times) * 1e6)
 
 

@@ -91,7 +91,7 @@ def run(cases: tuple[Case, ...], out: Path, seconds: float, tune: bool, backend:
             tuned = choose(device_kind(), jnp.dtype(jnp.bfloat16), case.tokens * case.heads)
             for config in dict.fromkeys([tuned, *CANDIDATES]) if tune else [tuned]:
                 op = functools.partial(prefill_attention, scale=SCALE, backend=backend, config=config)
-                waiting.append((case, config, args, pool.submit(jax.jit(op).lower(*args).compile)))
+                waiting.append((case, config, args, pool.submit(timing.several_calls(op).lower(args, [()]).compile)))
         concurrent.futures.wait([program for *_, program in waiting])  # a busy host delays launches
         for case, config, args, program in waiting:
             if time.monotonic() > deadline:
@@ -100,12 +100,12 @@ def run(cases: tuple[Case, ...], out: Path, seconds: float, tune: bool, backend:
             row: dict[str, Any] = {**dataclasses.asdict(case), "config": dataclasses.asdict(config)}
             try:
                 f = program.result()
-                us = timing.measure(lambda shared, inputs, f=f: f(*shared), args, [()], repetitions=5, min_ops=2).min_us
+                us = timing.measure(f, args, [()], repetitions=5, min_ops=2).min_us
                 row |= {
                     "us": round(us, 1),
                     "tflop_s": round(case.flops / us / 1e6, 1),
                     "matmul_peak_fraction": round(case.flops / us / 1e6 / timing.matmul_peak(), 3),
-                    "error": error(args, f(*args)),
+                    "error": error(args, f(args, [()])[0]),
                 }
             except Exception as failure:  # a candidate that does not fit is a result, not the end of the search
                 row["failed"] = str(failure).splitlines()[0][:200]

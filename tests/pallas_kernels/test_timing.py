@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,17 @@ def test_every_input_is_computed_once_per_program():
     inputs = [(jnp.full((2,), float(i)),) for i in range(4)]
     outs = timing.several_calls(lambda w, x: x @ w)((w,), inputs)
     np.testing.assert_array_equal(jnp.stack(outs), jnp.stack([x @ w for (x,) in inputs]))
+
+
+def test_a_loop_does_every_call_in_every_iteration():
+    """Calls that XLA moved out of the loop would look free."""
+    w = jnp.arange(6.0).reshape(2, 3)
+    inputs = [(jnp.full((2,), float(i)),) for i in range(4)]
+    f = timing.several_calls(lambda w, x: jnp.sin(x @ w), loops=3)
+    np.testing.assert_allclose(jnp.stack(f((w,), inputs)), jnp.sin(jnp.stack([x @ w for (x,) in inputs])), rtol=1e-6)
+    text = f.lower((w,), inputs).compile().as_text()
+    name = re.search(r"body=(%[\w.]+)", text)[1]
+    assert text.split(f"\n{name} (")[1].split("\n}")[0].count(" dot(") == len(inputs)
 
 
 def test_time_is_per_op_not_per_program():
