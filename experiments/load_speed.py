@@ -59,19 +59,19 @@ def reset_peak() -> None:
 def measure(folder: Path, runtime: Runtime) -> dict[str, float | str]:
     files, _ = shards(folder)
     drop_from_page_cache(files)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     total = read_plainly(files)
-    plain = time.perf_counter() - started
+    plain, plain_cpu = time.perf_counter() - started, time.process_time() - cpu
 
     drop_from_page_cache(files)
     jax.block_until_ready(jax.device_put(0))
     reset_peak()
     before = resident("VmRSS")
     monitor = Monitor()
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     params = load_target(folder, runtime, monitor=monitor).params
     jax.block_until_ready(params)
-    seconds = time.perf_counter() - started
+    seconds, load_cpu = time.perf_counter() - started, time.process_time() - cpu
     kept = sum(array.nbytes for array in jax.tree.leaves(params))
     device = jax.tree.leaves(params)[0].devices().pop()
     return {
@@ -79,8 +79,10 @@ def measure(folder: Path, runtime: Runtime) -> dict[str, float | str]:
         "gigabytes": total / 1e9,
         "plain_read_s": plain,
         "plain_read_gb_per_s": total / 1e9 / plain,
+        "plain_read_cpu_s": plain_cpu,
         "load_s": seconds,
         "load_gb_per_s": total / 1e9 / seconds,
+        "load_cpu_s": load_cpu,
         "load_over_plain_read": plain / seconds,
         "verify_s": seconds - monitor.read_s - monitor.transfer_s - monitor.layout_s,
         "waiting_for_reads_s": monitor.read_s,

@@ -187,11 +187,10 @@ class _Read(NamedTuple):
         located = files.located[self.name]
         rest = located.entry.shape[1:]
         row_bytes = math.prod(rest) * self.part.stored.itemsize
-        target, _ = self.targets[0]
-        direct = (
-            len(self.targets) == 1 and target.shape == (self.stop - self.start, *rest) and target.flags.c_contiguous
-        )
-        rows = target if direct else np.empty((self.stop - self.start, *rest), self.part.stored)
+        shape = (self.stop - self.start, *rest)
+        (target, _), *others = self.targets
+        direct = not others and target.shape == shape and target.flags.c_contiguous
+        rows = target if direct else _scratch(shape, self.part.stored)
         files.read_into(self.name, rows, self.start * row_bytes)
         if not direct:
             for block, taken in self.targets:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.status import Status
 
-from kdjax.cli import prompts, report
+from kdjax.cli import progress, prompts, report
 from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.report import Outcome
@@ -140,3 +141,14 @@ def test_cache_folder_follows_the_environment(monkeypatch):
     assert cache_folder() == Path("/x/kdjax/xla")
     monkeypatch.setenv("KDJAX_CACHE_DIR", "/k")
     assert cache_folder() == Path("/k/xla")
+
+
+def test_a_slow_load_says_how_far_it_is_and_how_long_it_takes(monkeypatch):
+    clock = iter([100.0, 100.5, 110.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    status = Status("starting", console=Console(file=io.StringIO()))
+    tell = progress.progress_in(status)
+    tell(10**9, 10**10)
+    assert status.status == "starting"
+    tell(4 * 10**9, 10**10)
+    assert status.status == "reading weights: 4.0 GB of 10.0 GB, 400.0 MB/s, 0:00:15 left"
