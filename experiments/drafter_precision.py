@@ -17,10 +17,10 @@ from kdjax import drafter as dflash
 from kdjax.checkpoint import Drafter, load_drafter
 from kdjax.checkpoint.int4 import encode
 from kdjax.cli.models import locate
-from kdjax.cli.session import runtime_of
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.model.int4 import dequantize
+from kdjax.model.runtime import runtime_of
 from kdjax.run import plot
 from kdjax.run.experiment import Result
 from kdjax.run.ledger import Record

@@ -12,13 +12,12 @@ from msgspec import Meta
 
 from kdjax.checkpoint import Drafter, Target, load_drafter, load_target
 from kdjax.cli.models import BUNDLED, locate
-from kdjax.cli.session import runtime_of
 from kdjax.config.decode import AtLeast0, AtLeast1
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.config.strict import closest
 from kdjax.decode import DecodeConfig, Decoder, Request
 from kdjax.errors import KdjaxError
-from kdjax.model.runtime import Runtime
+from kdjax.model.runtime import Runtime, runtime_of
 from kdjax.run.experiment import Inputs
 from kdjax.tokenizer import Tokenizer
 
@@ -63,7 +62,7 @@ def inputs(model: ModelSection, runtime: RuntimeSection, prompts: PromptsSection
     target, drafter = locate(model, needs_drafter=True)
     assert drafter is not None
     files = {"prompts": prompt_file(prompts)} if prompts else {}
-    return Inputs({"target": target, "drafter": drafter}, files, runtime.backend)
+    return Inputs({"target": target, "drafter": drafter}, files, runtime_of(runtime).backend)
 
 
 @functools.lru_cache(maxsize=2)

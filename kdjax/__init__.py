@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from kdjax.checkpoint import Drafter, Target, load_drafter, load_target
     from kdjax.decode import Commit, Completion, DecodeConfig, Decoder, Request
     from kdjax.errors import KdjaxError
-    from kdjax.model.runtime import CPU_EXACT, Runtime
+    from kdjax.model.runtime import CPU_EXACT, GPU, Runtime
     from kdjax.tokenizer import Tokenizer
 
 __all__ = [
     "CPU_EXACT",
+    "GPU",
     "Commit",
     "Completion",
     "DecodeConfig",
@@ -38,7 +39,7 @@ _HOMES = {
     "kdjax.checkpoint": ("Drafter", "Target", "load_drafter", "load_target"),
     "kdjax.decode": ("Commit", "Completion", "DecodeConfig", "Decoder", "Request"),
     "kdjax.errors": ("KdjaxError",),
-    "kdjax.model.runtime": ("CPU_EXACT", "Runtime"),
+    "kdjax.model.runtime": ("CPU_EXACT", "GPU", "Runtime"),
     "kdjax.tokenizer": ("Tokenizer",),
 }
 

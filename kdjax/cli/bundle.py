@@ -112,11 +112,11 @@ def _make(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    section = load(RuntimeSection, None, args.overrides)
+    section = load(RuntimeSection, None, ['compute_dtype="float32"', *args.overrides])
     configure_jax(compilation_cache=section.compilation_cache)
     from kdjax.checkpoint.bundle import Bundle
-    from kdjax.cli.session import runtime_of
     from kdjax.evaluate import golden
+    from kdjax.model.runtime import runtime_of
 
     results = []
     for result in golden.check(Bundle(args.bundle), runtime_of(section)):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 from rich.status import Status
 
@@ -101,12 +102,14 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     with margin.status(starting) as status, contextlib.ExitStack() as processes:
         configure_jax(compilation_cache=config.runtime.compilation_cache)
         from kdjax.cli.session import Session
+        from kdjax.model.runtime import settled
         from kdjax.sharding import joined
 
         speaks = processes.enter_context(joined(args.processes, f"{dumps(config)}{texts}{modes}"))
         if not speaks:
             status.stop()
             margin.quiet, page = True, Console(file=io.StringIO())
+        config = msgspec.structs.replace(config, runtime=settled(config.runtime, config.mesh))
         session = Session(config, target, drafter, texts, progress_in(status))
         if note := session.chain_note:
             margin.print(note, soft_wrap=True)

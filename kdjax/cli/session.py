@@ -11,23 +11,11 @@ from kdjax.checkpoint.writer import Progress
 from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.report import Outcome
-from kdjax.config import ONE_DEVICE, GenerateConfig, MeshConfig
-from kdjax.config.generate import RuntimeSection
+from kdjax.config import GenerateConfig
 from kdjax.decode import Completion, DecodeConfig, Decoder, Request
 from kdjax.errors import KdjaxError
-from kdjax.model.runtime import Runtime
+from kdjax.model.runtime import runtime_of
 from kdjax.tokenizer import Tokenizer
-
-
-def runtime_of(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> Runtime:
-    return Runtime(
-        compute_dtype=section.compute_dtype,
-        cache_dtype=section.cache_dtype,
-        backend=section.backend,
-        expert_weights=section.expert_weights,
-        layout=section.layout or ("fused" if mesh.devices == 1 else "checkpoint"),
-        mesh=mesh,
-    )
 
 
 class Session:
@@ -41,9 +29,9 @@ class Session:
         prompts: Sequence[str],
         progress: Progress | None = None,
     ) -> None:
-        self.backend = config.runtime.backend
         self._decode = config.decode
         self._runtime = runtime_of(config.runtime, config.mesh)
+        self.backend = self._runtime.backend
         self._tokenizer = Tokenizer.from_checkpoint(target)
         self._target = load_target(target, self._runtime, monitor=Monitor(progress))
         if (vocabulary := self._target.config.vocab_size) != self._tokenizer.vocab_size:

@@ -46,16 +46,19 @@ class DecodeSection(DecodeConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Numerics and compilation. Equality of all decoding modes is promised for float32.
 
+    What is absent is chosen by the platform that JAX finds: float32, "xla" and "dequantized" on a CPU; bfloat16,
+    "triton" and "packed" on an NVIDIA GPU, where `compute_dtype` "float32" asks for all that a CPU would have.
+
     `expert_weights` "packed" keeps INT4 experts packed up to the kernel; "dequantized" expands them once, at load.
     `layout` "fused" rearranges the weights at load for small float32 models on CPU; "checkpoint" leaves them
-    alone; absent, it is fused on one device and checkpoint on a mesh.
+    alone; absent, it is fused on one device with float32 and dequantized experts.
     `compilation_cache` keeps compiled programs in the user's cache folder, so that a second start is fast.
     """
 
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    cache_dtype: Literal["float32", "bfloat16"] = "float32"
-    backend: Literal["xla", "triton", "interpret"] = "xla"
-    expert_weights: Literal["packed", "dequantized"] = "dequantized"
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    cache_dtype: Literal["float32", "bfloat16"] | None = None
+    backend: Literal["xla", "triton", "interpret"] | None = None
+    expert_weights: Literal["packed", "dequantized"] | None = None
     layout: Literal["fused", "checkpoint"] | None = None
     compilation_cache: bool = True
 

@@ -60,9 +60,19 @@ def place_experts(weight: Int4, runtime: Runtime) -> Int4 | Float[Array, "_ _ _"
 
 
 def runs_tiled(config: ModelConfig, runtime: Runtime) -> bool:
-    """Whether the experts are held in the layout of the INT4 kernels."""
-    int4 = config.experts_int4 is not None and runtime.expert_weights == "packed"
-    return int4 and runtime.backend in KERNEL_BACKENDS
+    """Whether the experts are held in the layout of the INT4 kernels.
+
+    Raises:
+        KdjaxError: they would be, and the activations have a dtype that the kernels do not take.
+    """
+    if config.experts_int4 is None or runtime.expert_weights != "packed" or runtime.backend not in KERNEL_BACKENDS:
+        return False
+    if runtime.compute_dtype != "bfloat16":
+        raise KdjaxError(
+            f"backend={runtime.backend!r} multiplies INT4 experts by bfloat16, not compute_dtype="
+            f"{runtime.compute_dtype!r}: choose bfloat16, expert_weights='dequantized' or backend='xla'"
+        )
+    return True
 
 
 def tile(gate: Int4, up: Int4, down: Int4) -> TiledExperts:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import msgspec
 from jax import lax
 
 import pallas_kernels.numerics
 from kdjax.config import ONE_DEVICE, MeshConfig
+from kdjax.config.generate import RuntimeSection
 from kdjax.errors import KdjaxError
 
 Dtype = Literal["float32", "bfloat16"]
@@ -86,3 +88,37 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 CPU_EXACT = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="dequantized", layout="fused")
 """The exactness mode on CPU: float32 throughout, experts expanded and matrices fused at load."""
+
+GPU = Runtime(compute_dtype="bfloat16", cache_dtype="bfloat16", backend="triton")
+"""What NVIDIA GPUs are fast with: bfloat16, INT4 experts packed, the Triton kernels."""
+
+
+def settled(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> RuntimeSection:
+    """`section` with all that it leaves open: as in `GPU` where JAX runs on one, unless float32 is asked for; as in
+    `CPU_EXACT` elsewhere.
+
+    Raises:
+        KdjaxError: the Triton kernels are asked for and there is no GPU.
+    """
+    platform = jax.default_backend()
+    if section.backend == "triton" and platform != "gpu":
+        raise KdjaxError(f"runtime.backend = 'triton' needs an NVIDIA GPU and JAX runs on {platform}: use 'xla'")
+    preset = GPU if platform == "gpu" and section.compute_dtype != "float32" else CPU_EXACT
+    fields = {name: getattr(section, name) for name in ("compute_dtype", "cache_dtype", "backend", "expert_weights")}
+    fields = {name: value or getattr(preset, name) for name, value in fields.items()}
+    fusable = mesh.devices == 1 and (fields["compute_dtype"], fields["expert_weights"]) == ("float32", "dequantized")
+    layout = section.layout or ("fused" if fusable else "checkpoint")
+    return msgspec.structs.replace(section, **fields, layout=layout)
+
+
+def runtime_of(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> Runtime:
+    """Raises KdjaxError like `settled` and `Runtime`."""
+    chosen = settled(section, mesh)
+    return Runtime(
+        compute_dtype=chosen.compute_dtype,
+        cache_dtype=chosen.cache_dtype,
+        backend=chosen.backend,
+        expert_weights=chosen.expert_weights,
+        layout=chosen.layout,
+        mesh=mesh,
+    )

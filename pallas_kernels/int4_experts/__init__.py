@@ -21,7 +21,6 @@ from pallas_kernels.int4_experts.reference import reference as reference
 
 BACKENDS = ("xla", "triton", "interpret")
 KERNEL_BACKENDS = ("triton", "interpret")
-DENSE_BACKENDS = ("xla",)
 
 
 def int4_experts(
@@ -99,10 +98,12 @@ def dense_experts(
 ) -> Float[Array, "tokens hidden"]:
     """`int4_experts` for weights that are plain arrays in the dtype of `x` (bf16 checkpoints, or dequantised once).
 
+    Every backend computes them with XLA's matmuls: there is no kernel for them.
+
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
     """
-    _check_backend("dense_experts", backend, DENSE_BACKENDS)
+    _check_backend("dense_experts", backend, BACKENDS)
     if {gate.dtype, up.dtype, down.dtype} != {x.dtype}:
         raise NotImplementedError(f"dense_experts: {x.dtype=} with {gate.dtype=}, {up.dtype=}, {down.dtype=}")
     return xla.dense_experts(x, indices, weights, gate, up, down)
@@ -126,7 +127,7 @@ def fused_experts(
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
     """
-    _check_backend("fused_experts", backend, DENSE_BACKENDS)
+    _check_backend("fused_experts", backend, BACKENDS)
     if {gate_up.dtype, all_gate_up.dtype, down.dtype} != {x.dtype}:
         raise NotImplementedError(
             f"fused_experts: {x.dtype=} with {gate_up.dtype=}, {all_gate_up.dtype=}, {down.dtype=}"

@@ -1,15 +1,22 @@
-"""The whole model with the attention kernel in interpret mode against the plain-JAX backend."""
+"""The whole model with the kernels in interpret mode against the plain-JAX backend, and which backend is chosen."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+import pytest
 
+from kdjax.config import Int4Config, MeshConfig
+from kdjax.config.generate import RuntimeSection
+from kdjax.errors import KdjaxError
+from kdjax.model import k2
 from kdjax.model.cache import KVCache
 from kdjax.model.mla import PREFILL_TOKENS
+from kdjax.model.runtime import CPU_EXACT, GPU, Runtime, runtime_of
 from tests.model.small import CONFIG, FLOAT32, forward, prefill, random_params
-from tests.tolerances import SAME_MODEL_FLOAT32
+from tests.tolerances import MODEL_BFLOAT16, SAME_MODEL_FLOAT32
 
 DENSE = msgspec.structs.replace(CONFIG, first_k_dense_replace=CONFIG.num_hidden_layers)
 
@@ -56,3 +63,61 @@ def test_interpret_backend_reads_a_long_prompt_like_xla():
         params = random_params(DENSE, runtime)
         hidden.append(np.asarray(forward(params, tokens, positions, cache, config=DENSE, runtime=runtime).hidden))
     SAME_MODEL_FLOAT32.check(hidden[1], hidden[0])
+
+
+def random_int4_params(config, runtime):
+    """As `random_params`, from random packed words, in the layout that `runtime` runs."""
+    stored = msgspec.structs.replace(runtime, backend="xla")
+    rng = np.random.default_rng(0)
+
+    def leaf(s):
+        if s.dtype == jnp.uint32:
+            return jnp.asarray(rng.integers(0, 2**32, s.shape, np.uint32))
+        values = rng.standard_normal(s.shape) * s.shape[-1] ** -0.5 if len(s.shape) > 1 else np.ones(s.shape)
+        return jnp.asarray(values, s.dtype) * (0.1 if s.dtype == jnp.bfloat16 and len(s.shape) == 3 else 1)
+
+    return k2.arrange(jax.tree.map(leaf, k2.abstract_params(config, stored)), config, runtime)
+
+
+def test_interpret_backend_runs_int4_experts_like_xla():
+    config = msgspec.structs.replace(
+        CONFIG, moe_intermediate_size=32, experts_int4=Int4Config(group_size=32), first_k_dense_replace=0
+    )
+    hidden = []
+    for backend in ("xla", "interpret"):
+        runtime = msgspec.structs.replace(GPU, backend=backend)
+        params = random_int4_params(config, runtime)
+        assert ("tiles" in params["layers"][0]["mlp"]["experts"]) == (backend == "interpret")
+        _, out = prefill(params, [range(1, 12), range(20, 24)], config=config, runtime=runtime)
+        hidden.append(np.asarray(out, np.float32))
+    for slot, length in enumerate((11, 4)):
+        MODEL_BFLOAT16.check(hidden[1][slot, :length], hidden[0][slot, :length])
+
+
+@pytest.mark.parametrize(
+    ("platform", "section", "mesh", "chosen"),
+    [
+        ("cpu", RuntimeSection(), MeshConfig(), CPU_EXACT),
+        ("gpu", RuntimeSection(), MeshConfig(), GPU),
+        ("gpu", RuntimeSection(compute_dtype="float32"), MeshConfig(), CPU_EXACT),
+        ("gpu", RuntimeSection(backend="xla"), MeshConfig(), msgspec.structs.replace(GPU, backend="xla")),
+        ("gpu", RuntimeSection(), MeshConfig(tensor=2), msgspec.structs.replace(GPU, mesh=MeshConfig(tensor=2))),
+        (
+            "cpu",
+            RuntimeSection(compute_dtype="bfloat16"),
+            MeshConfig(),
+            Runtime(compute_dtype="bfloat16", cache_dtype="float32", expert_weights="dequantized"),
+        ),
+    ],
+)
+def test_what_is_left_open_follows_the_platform(monkeypatch, platform, section, mesh, chosen):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert runtime_of(section, mesh) == chosen
+
+
+def test_kernels_where_they_cannot_run_are_one_line_errors():
+    with pytest.raises(KdjaxError, match="backend = 'triton' needs an NVIDIA GPU and JAX runs on cpu: use 'xla'"):
+        runtime_of(RuntimeSection(backend="triton"))
+    int4 = msgspec.structs.replace(CONFIG, experts_int4=Int4Config(group_size=32))
+    with pytest.raises(KdjaxError, match="INT4 experts by bfloat16, not compute_dtype='float32': choose bfloat16"):
+        k2.abstract_params(int4, msgspec.structs.replace(FLOAT32, backend="triton"))
