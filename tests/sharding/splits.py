@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import pytest
 
 from kdjax.checkpoint import read_model_config
 from kdjax.config import MeshConfig, ModelConfig
@@ -38,6 +40,11 @@ def possible(cases: Sequence[str]) -> list[tuple[str, MeshConfig]]:
     folders = {case: root / case for root in (SHARED, HERE) for case in cases if (root / case).is_dir()}
     configs = {case: read_model_config(folders[case] / "checkpoint") for case in cases if case in folders}
     return [(case, mesh) for case, config in configs.items() for mesh in splits() if is_legal(config, mesh)]
+
+
+def some(meshes: Iterable[MeshConfig], default: Sequence[MeshConfig]) -> list:
+    """All of `meshes`, but without -m full only those of `default`: every mesh is a compilation of its own."""
+    return [pytest.param(m, marks=() if m in default else pytest.mark.full, id=name(m)) for m in meshes]
 
 
 def name(value: object) -> str | None:

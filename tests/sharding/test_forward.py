@@ -17,7 +17,7 @@ from kdjax.model.runtime import Runtime
 from kdjax.sharding import kv_cache_rules, make_mesh, partition, shardings, target_specs
 from tests.oracles import HF_K2, prompts
 from tests.sharding import own_case
-from tests.sharding.splits import name, possible
+from tests.sharding.splits import possible, some
 from tests.tolerances import TARGET_LOGITS
 
 PACKED = Runtime(compute_dtype="float32", cache_dtype="float32", expert_weights="packed")
@@ -29,7 +29,21 @@ def model(path):
     return load_target(path, PACKED)
 
 
-@pytest.mark.parametrize(("case", "mesh"), possible(HF_K2), ids=name)
+GOLDEN = {case: [mesh for of, mesh in possible(HF_K2) if of == case] for case in HF_K2}
+QUICK = {
+    "hf_k2_a": [MeshConfig(tensor=2, expert=2), MeshConfig(expert=8, outside_experts="replicated")],
+    "hf_k2_b": [MeshConfig(expert=3, outside_experts="replicated")],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        pytest.param(case, *param.values, marks=param.marks, id=f"{case}-{param.id}")
+        for case in HF_K2
+        for param in some(GOLDEN[case], QUICK[case])
+    ],
+)
 def test_logits_on_every_mesh(oracle, case, mesh):
     o = oracle(case)
     target = model(o.checkpoint)
@@ -42,7 +56,7 @@ def test_logits_on_every_mesh(oracle, case, mesh):
     assert " all-gather(" not in compiled and " collective-permute(" not in compiled
 
 
-@pytest.mark.parametrize("mesh", own_case.MESHES, ids=name)
+@pytest.mark.parametrize("mesh", some(own_case.MESHES, [MeshConfig(tensor=4, expert=2)]))
 def test_own_case_on_every_mesh(own, mesh):
     logits, _ = run(model(own.folder), mesh, [np.array(prompt) for prompt in own_case.PROMPTS])
     for slot, expected in enumerate(own.logits):
