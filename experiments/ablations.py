@@ -143,7 +143,8 @@ def _against_fixed(here: Sequence[Result], trees: Sequence[Result]) -> Iterator[
         gain = difference(METRICS["tokens_per_s"], best.records, result.records)
         assert gain is not None and gain.change is not None
         verdict = "within" if gain.change >= -WITHIN else "outside"
-        interval = "" if gain.low is None else f" [{gain.low / gain.a:+.1%}, {gain.high / gain.a:+.1%}]"
+        bounds = [f"{bound / gain.a:+.1%}" for bound in (gain.low, gain.high) if bound is not None]
+        interval = f" [{', '.join(bounds)}]" if bounds else ""
         yield (
             f"cost-aware per {result.config.policy} runs {gain.change:+.1%}{interval} against the best fixed budget "
             f"({best.config.decode.budget}), {verdict} the {WITHIN:.0%} allowed, and "

@@ -108,6 +108,7 @@ def draw(results: Sequence[Result], figure: Any) -> None:
         right.plot(np.arange(1, len(bins) + 1)[promised > 0], (got[promised > 0] / promised[promised > 0]), **style)
     left.set(xlabel="the drafter's probability", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
     right.set(xlabel="depth", ylabel="accepted over promised", ylim=(0, None))
+    right.set_xticks(range(1, len(_bins(results[0])) + 1))
     left.legend(fontsize=8)
 
 

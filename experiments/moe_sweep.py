@@ -58,7 +58,7 @@ def measure(config: Config) -> Iterator[Record]:
     def op(experts: Any, x: jax.Array, indices: jax.Array, weights: jax.Array) -> jax.Array:
         return int4_experts(x, indices, weights, experts, backend=config.backend)
 
-    program = timing.several_calls(op).lower((experts,), case.inputs).compile()
+    program = timing.several_calls(op)
     error = bench.error(case.expected(tiled), program((experts,), case.inputs))
     used = float(np.mean([len(np.unique(indices)) for indices in case.routings]))
     for i, timed in enumerate(kernels.timings(program, (experts,), case.inputs, config.repeats)):
@@ -75,8 +75,8 @@ def random_packed(config: Config) -> PackedExperts:
         scale = rng.uniform(0.005, 0.02, size=(config.experts, rows, columns // GROUP))
         return jnp.asarray(words), jnp.asarray(scale, jnp.bfloat16)
 
-    shapes = ((config.inner, config.hidden), (config.inner, config.hidden), (config.hidden, config.inner))
-    return PackedExperts(*(array for shape in shapes for array in matrix(*shape)), GROUP)
+    gate, up = (matrix(config.inner, config.hidden) for _ in range(2))
+    return PackedExperts(*gate, *up, *matrix(config.hidden, config.inner), GROUP)
 
 
 def conclude(results: Sequence[Result]) -> list[str]:

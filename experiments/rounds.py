@@ -57,9 +57,19 @@ def _seen(done: loop.Round, running: np.ndarray) -> Seen:
     used = np.arange(rows.shape[1])[None, :] < np.asarray(done.accepted.n_accepted)[:, None]
     on_path = np.zeros(tree.tokens.shape, bool)
     np.put_along_axis(on_path, np.where(used, rows, 0), True, axis=1)
-    arrays = (tree.tokens, tree.parents, tree.depths, tree.scores, tree.n_valid, on_path)
-    routing = np.stack([np.asarray(layer)[running] for layer in done.routing])
-    return Seen(*(np.asarray(a)[running] for a in arrays), routing)
+
+    def ran(array: jax.Array | np.ndarray) -> np.ndarray:
+        return np.asarray(array)[running]
+
+    return Seen(
+        ran(tree.tokens),
+        ran(tree.parents),
+        ran(tree.depths),
+        ran(tree.scores),
+        ran(tree.n_valid),
+        ran(on_path),
+        np.stack([ran(layer) for layer in done.routing]),
+    )
 
 
 def batches(requests: Sequence[Request], size: int) -> list[list[Request]]:

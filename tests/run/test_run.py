@@ -7,7 +7,7 @@ import pytest
 from kdjax.config import GenerateConfig, load
 from kdjax.errors import KdjaxError
 from kdjax.run import RunFolder, provenance
-from kdjax.run.provenance import HASHED_WHOLE, fingerprint, git_revision
+from kdjax.run.provenance import HASHED_WHOLE, differences, fingerprint, git_revision
 
 
 def test_folder_holds_the_resolved_config_and_what_was_measured(tmp_path):
@@ -76,4 +76,29 @@ def test_git_revision_tells_a_dirty_tree(tmp_path):
     assert clean is not None and len(clean["commit"]) == 40 and not clean["dirty"]
     file.write_text("2")
     dirty = git_revision(tmp_path)
-    assert dirty is not None and dirty["dirty"]
+    assert dirty is not None and dirty["dirty"] and len(dirty["diff_sha256"]) == 64
+    file.write_text("3")
+    other = git_revision(tmp_path)
+    assert other is not None and other["commit"] == dirty["commit"] and other["diff_sha256"] != dirty["diff_sha256"]
+
+
+def test_differences_name_what_a_result_depends_on(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    one = provenance({"target": tmp_path}, "xla", {"prompts": tmp_path / "prompts.jsonl"})
+    assert differences(one, {**one, "command": [], "started": "later"}) == []
+    moved = {**one, "checkpoints": {"target": {**one["checkpoints"]["target"], "path": "elsewhere"}}}
+    assert differences(one, moved) == []
+    (tmp_path / "prompts.jsonl").write_text("{ }")
+    other = provenance({"target": tmp_path}, "triton", {"prompts": tmp_path / "prompts.jsonl"})
+    assert differences(one, other) == ["backend", "checkpoints.target.fingerprint", "files.prompts.sha256"]
+    assert differences(one, {**one, "git": None}) != []
+
+
+def test_a_folder_is_opened_again_with_the_same_config_only(tmp_path):
+    RunFolder.open(tmp_path / "r", "x = 1\n").write("summary.json", {"a": 1})
+    assert RunFolder.open(tmp_path / "r", "x = 1\n").read("summary.json") == {"a": 1}
+    assert RunFolder(tmp_path / "r").read("absent.json") is None
+    with pytest.raises(KdjaxError, match="is of a run with other settings"):
+        RunFolder.open(tmp_path / "r", "x = 2\n")
+    with pytest.raises(KdjaxError, match="cannot write the run folder"):
+        RunFolder.open(tmp_path / "r" / "config.toml" / "deeper", "x = 1\n")
