@@ -1,0 +1,69 @@
+"""The INT4 kernels without a GPU: lowering in every run, full compiles of all tuned choices where jax[cuda13] is."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.int4_experts import int4_experts, int4_matmul, tile_matrix
+from pallas_kernels.int4_experts.config import Tile, device_table, from_json
+from pallas_kernels.int4_experts.workload import random_experts
+
+EXPERTS, HIDDEN, TOP_K = 384, 7168, 8
+needs_compiler = pytest.mark.skipif(not aot.available(), reason="full compiles need jax[cuda13]")
+struct = jax.ShapeDtypeStruct
+
+
+def arguments(tokens: int, inner: int, experts: int = EXPERTS, hidden: int = HIDDEN, top_k: int = TOP_K):
+    tiled = jax.eval_shape(lambda key: random_experts(key, experts, hidden, inner), jax.random.key(0))
+    x = struct((tokens, hidden), jnp.bfloat16)
+    return x, struct((tokens, top_k), jnp.int32), struct((tokens, top_k), jnp.float32), tiled
+
+
+def matmul_arguments(tokens: int, rows: int = 2048, columns: int = 7168):
+    tile = functools.partial(tile_matrix, group_size=32)
+    packed, scale = struct((rows, columns // 8), jnp.uint32), struct((rows, columns // 32), jnp.bfloat16)
+    return struct((tokens, columns), jnp.bfloat16), jax.eval_shape(tile, packed, scale)
+
+
+triton = functools.partial(int4_experts, backend="triton")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", aot.TARGETS)
+@pytest.mark.parametrize("tokens,inner", [(1, 256), (128, 256), (1024, 256), (1, 2048), (33, 2048)])
+def test_lowers(kind, tokens, inner):
+    text = aot.lower_for(kind, triton, *arguments(tokens, inner))
+    assert text.count("int4_experts_gate_up") and text.count("int4_experts_down")
+
+
+@pytest.mark.parametrize("kind", aot.TARGETS)
+def test_lowers_for_small_models_and_one_matrix(kind):
+    aot.lower_for(kind, triton, *arguments(9, 128, experts=8, hidden=384, top_k=2))
+    aot.lower_for(kind, functools.partial(int4_matmul, backend="triton"), *matmul_arguments(9))
+
+
+def entries(kind: str):
+    for inner, choices in device_table(kind)["experts"].items():
+        for entry in choices:
+            yield pytest.param(kind, int(inner), entry, id=f"{kind.split()[1]}-{inner}-{entry['tokens']}")
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind,inner,entry", [e for kind in aot.TARGETS for e in entries(kind)])
+def test_every_tuned_choice_fits_its_device(kind, inner, entry):
+    """Shared memory beyond the device's limit fails here, not in lowering."""
+    op = functools.partial(triton, config=from_json(entry))
+    aot.compile_for(kind, op, *arguments(entry["tokens"], inner))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", aot.TARGETS)
+def test_every_tuned_choice_for_one_matrix_fits_its_device(kind):
+    for entry in device_table(kind)["matmul"]:
+        op = functools.partial(int4_matmul, backend="triton", tile=Tile(**entry["tile"]))
+        aot.compile_for(kind, op, *matmul_arguments(entry["tokens"]))
