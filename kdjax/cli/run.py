@@ -23,7 +23,7 @@ from kdjax.errors import KdjaxError
 if TYPE_CHECKING:
     from kdjax.run.experiment import Experiment
 
-EXIT_FAILED_CELLS = 1
+EXIT_FAILED_CELLS, EXIT_ERROR = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,13 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     configure_jax(compilation_cache=True)
     status = 0
     for sweep, folder in zip(sweeps, folders, strict=True):
-        status = max(status, _run_one(sweep, folder, interrupt, plot=not args.no_plots))
+        try:
+            status = max(status, _run_one(sweep, folder, interrupt, plot=not args.no_plots))
+        except KdjaxError as error:
+            if len(sweeps) == 1:
+                raise
+            print(f"kdjax: error: {error}", file=sys.stderr)  # one experiment does not keep the others from running
+            status = max(status, EXIT_ERROR)
         if interrupt.pressed:
             break
     return status

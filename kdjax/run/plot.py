@@ -50,19 +50,20 @@ def line(axes: Any, x: Sequence[Any], estimates: Sequence[Estimate], style: int,
     """A line through the values, with bars for their intervals."""
     color, marker, dashes = STYLES[style % len(STYLES)]
     values = [e.value for e in estimates]
-    low = [e.value - (e.value if e.low is None else e.low) for e in estimates]
-    high = [(e.value if e.high is None else e.high) - e.value for e in estimates]
-    spread = [[max(v, 0.0) for v in side] for side in (low, high)]
-    axes.errorbar(x, values, spread, color=color, marker=marker, linestyle=dashes, capsize=3, label=label)
+    axes.errorbar(x, values, _spread(estimates), color=color, marker=marker, linestyle=dashes, capsize=3, label=label)
 
 
 def bars(axes: Any, labels: Sequence[str], estimates: Sequence[Estimate], style: int = 0) -> None:
-    """Horizontal bars, the first on top, each with its value."""
+    """Horizontal bars, the first on top, each with its value and interval."""
     places = range(len(labels))
     values = [e.value for e in estimates]
-    axes.barh(places, values, color=STYLES[style % len(STYLES)][0], alpha=0.85)
-    axes.set_yticks(places, labels)
+    axes.barh(places, values, xerr=_spread(estimates), color=STYLES[style % len(STYLES)][0], alpha=0.7, capsize=3)
+    axes.set_yticks(places, [f"{label}: {value:.3g}" for label, value in zip(labels, values, strict=True)])
     axes.invert_yaxis()
-    for place, value in zip(places, values, strict=True):
-        axes.text(value, place, f" {value:.3g}", va="center", fontsize=9)
-    axes.margins(x=0.15)
+
+
+def _spread(estimates: Sequence[Estimate]) -> list[list[float]]:
+    """Distances from the values down and up to the ends of their intervals, as matplotlib takes them."""
+    low = [0.0 if e.low is None else max(e.value - e.low, 0.0) for e in estimates]
+    high = [0.0 if e.high is None else max(e.high - e.value, 0.0) for e in estimates]
+    return [low, high]

@@ -14,6 +14,7 @@ from kdjax import cli
 from kdjax.run import plot
 from kdjax.run.ledger import Ledger
 from tests.cli.conftest import cache as cache
+from tests.cli.conftest import foreground as foreground
 from tests.run import toy
 
 SWEEP = 'experiment = "toy"\nx = [1, 2, 3, 4]\nunits = 3\n'
@@ -123,6 +124,19 @@ def test_a_killed_run_continues(tmp_path):
     kill_and_continue(tmp_path, 1)
 
 
+def test_ctrl_c_keeps_the_finished_cells(tmp_path, foreground):
+    (tmp_path / "toy.toml").write_text('experiment = "toy"\nx = [1, 2]\npause = [0.0, 20.0]\n')
+    command = [sys.executable, "-m", "tests.run.toy_main", "run", str(tmp_path / "toy.toml"), "--no-plots", "--out"]
+    victim = subprocess.Popen([*command, str(tmp_path / "r")], stderr=subprocess.PIPE, text=True)
+    metrics, until = tmp_path / "r" / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGINT)
+    _, err = victim.communicate(timeout=15)  # well before the cell that it is in has ended
+    assert victim.returncode == 130 and "the same command continues in" in err
+    assert list(Ledger(metrics).cells) == ["x=1 pause=0"]
+
+
 @pytest.mark.full
 def test_a_run_killed_ten_times_continues(tmp_path):
     kill_and_continue(tmp_path, 10)
@@ -157,6 +171,11 @@ def test_a_folder_stands_for_the_experiments_in_it(kdjax, tmp_path):
     (tmp_path / "other.toml").write_text("model = 1\n")
     assert kdjax("run", tmp_path, "--smoke", "--no-plots", "--out", tmp_path / "all")[0] == 0
     assert {f.name for f in (tmp_path / "all").iterdir()} == {"toy-smoke", "second-smoke"}
+    (tmp_path / "all" / "second-smoke" / "config.toml").write_text("x = 1\n")
+    (tmp_path / "all" / "toy-smoke" / "summary.json").unlink()
+    status, _, err = kdjax("run", tmp_path, "--smoke", "--no-plots", "--out", tmp_path / "all")
+    assert status == 2 and "second-smoke/config.toml is of a run with other settings" in err
+    assert (tmp_path / "all" / "toy-smoke" / "summary.json").exists()
     (tmp_path / "empty").mkdir()
     status, _, err = kdjax("run", tmp_path / "empty")
     assert status == 2 and "has no TOML file with experiment = NAME" in err
