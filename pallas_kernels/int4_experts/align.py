@@ -1,4 +1,4 @@
-"""Sorting the assignments of tokens to experts by expert, on the device, in one kernel and without atomics."""
+"""Groups of assignments with one expert each, made on the device, in one kernel and without atomics."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ from jaxtyping import Array, Int32
 
 CHUNK = 1024
 
-Aligned = tuple[Int32[Array, "experts"], Int32[Array, "experts"], Int32[Array, "assignments"]]
+Groups = tuple[Int32[Array, "groups"], Int32[Array, "places"]]
 
 
-def align(experts_of: Int32[Array, "assignments"], experts: int, *, interpret: bool) -> Aligned:
-    """How many assignments each expert has, where they start, and the assignments in that order.
+def align(experts_of: Int32[Array, "assignments"], experts: int, group: int, *, interpret: bool) -> Groups:
+    """The expert of each group (-1: an empty group), and its assignments: `group` of them, -1 after the last.
 
-    Those of indices outside [0, experts) come nowhere: the end of the order stays unwritten for them.
+    The first group of expert e is number e + s // group, where s assignments have smaller experts: so no expert has to
+    know how many groups the others have, at the cost of at most one empty group each. The places of empty groups stay
+    unwritten. Assignments with an index outside [0, experts) are in no group.
     """
     n = experts_of.shape[0]
-    shapes = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (experts, experts, n)]
+    groups = experts + n // group
     kernel = pl.pallas_call(
-        functools.partial(_kernel, n=n, chunk=min(CHUNK, max(16, pl.next_power_of_2(n)))),
+        functools.partial(_kernel, n=n, group=group, chunk=min(CHUNK, max(16, pl.next_power_of_2(n)))),
         grid=(experts,),
-        out_shape=shapes,
+        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (groups, groups * group)],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="int4_experts_align",
     )
-    counts, starts, order = kernel(experts_of)
-    return counts, starts, order
+    expert_of_group, places = kernel(experts_of)
+    return expert_of_group, places
 
 
-def _kernel(experts_ref, counts_ref, starts_ref, order_ref, *, n: int, chunk: int):
-    expert = pl.program_id(0)
+def _kernel(experts_ref, expert_of_group_ref, places_ref, *, n: int, group: int, chunk: int):
+    expert, last = pl.program_id(0), pl.num_programs(0) - 1
     lane = jnp.arange(chunk, dtype=jnp.int32)
     chunks = pl.cdiv(n, chunk)
+
+    def store(ref, place, value, mask):
+        # interpret mode also writes where the mask is off: out of bounds then
+        place = jnp.where(mask, place, ref.shape[0])
+        plgpu.store(ref.at[place], jnp.broadcast_to(jnp.int32(value), place.shape), mask=mask)
 
     def load(i):
         index = i * chunk + lane
@@ -51,18 +58,29 @@ def _kernel(experts_ref, counts_ref, starts_ref, order_ref, *, n: int, chunk: in
         return before, here + jnp.sum((e == expert).astype(jnp.int32))
 
     zero = jnp.int32(0)
-    start, total = lax.fori_loop(0, chunks, count, (zero, zero))
-    counts_ref[expert] = total
-    starts_ref[expert] = start
+    before, total = lax.fori_loop(0, chunks, count, (zero, zero))
+    first = expert + before // group
+    used = (total + (group - 1)) // group
 
-    def write(i, position):
+    def write(i, done):
         index, e = load(i)
-        mine = (e == expert).astype(jnp.int32)
-        # interpret mode also writes where the mask is off: out of bounds then
-        place = jnp.where(e == expert, position + jnp.cumsum(mine) - 1, n)
-        plgpu.store(order_ref.at[place], index, mask=e == expert)
-        return position + jnp.sum(mine)
+        mine = e == expert
+        position = done + jnp.cumsum(mine.astype(jnp.int32)) - 1
+        store(places_ref, first * group + position, index, mine)
+        store(expert_of_group_ref, first + position // group, expert, mine & (position % group == 0))
+        return done + jnp.sum(mine.astype(jnp.int32))
 
     @pl.when(total > 0)
     def _():
-        lax.fori_loop(0, chunks, write, start)
+        lax.fori_loop(0, chunks, write, zero)
+        rest = total + jnp.arange(group, dtype=jnp.int32)
+        store(places_ref, first * group + rest, -1, rest < used * group)
+
+    following = jnp.where(expert == last, expert_of_group_ref.shape[0], expert + 1 + (before + total) // group)
+    empty = following - (first + used)
+
+    def clear(i, _):
+        index = i * chunk + lane
+        store(expert_of_group_ref, first + used + index, -1, index < empty)
+
+    lax.fori_loop(0, (empty + (chunk - 1)) // chunk, clear, None)

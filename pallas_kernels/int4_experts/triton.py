@@ -189,9 +189,8 @@ def _grouping(config: Config, experts_of: Int32[Array, "n"], experts: int, inter
     """Number of programs, a function (refs, program) -> (expert, runs, rows, valid), and the arrays it reads."""
     n, tokens = experts_of.size, config.gate_up.tokens
     if config.grouping == "align":
-        programs = min(n, min(n, experts) + n // tokens)
-        tables = align(experts_of, experts, interpret=interpret)
-        return programs, functools.partial(_lookup_aligned, experts=experts), tables
+        tables = align(experts_of, experts, tokens, interpret=interpret)
+        return tables[0].shape[0], _lookup_aligned, tables
     lookup = _lookup_row if config.grouping == "row" else functools.partial(_lookup_scan, n=n)
     return n, functools.partial(lookup, experts=experts), (experts_of,)
 
@@ -219,20 +218,11 @@ def _lookup_scan(refs, program, *, group: int, experts: int, n: int):
     return expert, runs, jnp.maximum(rows, 0), rows >= 0
 
 
-def _lookup_aligned(refs, program, *, group: int, experts: int):
-    """Groups are numbered expert by expert; the last of an expert may be short."""
-    counts_ref, starts_ref, order_ref = refs
-    index = jnp.arange(max(16, pl.next_power_of_2(experts)), dtype=jnp.int32)
-    counts = plgpu.load(counts_ref.at[index], mask=index < experts, other=0)
-    groups = (counts + (group - 1)) // group
-    expert = jnp.sum((jnp.cumsum(groups) <= program).astype(jnp.int32))
-    runs = expert < experts
-    expert = jnp.minimum(expert, experts - 1)
-    first = (program - jnp.sum(jnp.where(index < expert, groups, 0))) * group
-    lane = first + jnp.arange(group, dtype=jnp.int32)
-    valid = (lane < counts_ref[expert]) & runs
-    rows = plgpu.load(order_ref.at[starts_ref[expert] + lane], mask=valid, other=0)
-    return expert, runs, rows, valid
+def _lookup_aligned(refs, program, *, group: int):
+    expert_of_group_ref, places_ref = refs
+    expert = expert_of_group_ref[program]
+    rows = plgpu.load(places_ref.at[program * group + jnp.arange(group, dtype=jnp.int32)])
+    return jnp.maximum(expert, 0), expert >= 0, jnp.maximum(rows, 0), rows >= 0
 
 
 # --- the product ---

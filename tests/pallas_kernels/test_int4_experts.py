@@ -21,6 +21,7 @@ from pallas_kernels.int4_experts import (
     tile_experts,
     tile_matrix,
 )
+from pallas_kernels.int4_experts.align import align
 from pallas_kernels.int4_experts.config import Config, Tile
 from tests.pallas_kernels.backends import BACKENDS
 from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_FLOAT32, PACKED_MATMUL, RELATIVE_INT4
@@ -161,6 +162,24 @@ def test_int4_of_every_way_to_cut_the_work(backend, config):
     """A short last group, an expert without tokens, a token whose experts are all elsewhere."""
     rng = np.random.default_rng(8)
     check_int4(rng, 11, 5, 2, "elsewhere", 32, 256, 128, backend, config)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("n,experts,group", [(1, 3, 8), (40, 5, 8), (2500, 4, 16)])
+@pytest.mark.parametrize("pattern", ["all", "one", "elsewhere"])
+def test_groups_hold_every_assignment_once_and_in_order(backend, n, experts, group, pattern):
+    rng = np.random.default_rng(n)
+    low, high = {"all": (0, experts), "one": (experts - 1, experts), "elsewhere": (-2, experts + 2)}[pattern]
+    experts_of = rng.integers(low, high, n).astype(np.int32)
+    aligned = align(jnp.asarray(experts_of), experts, group, interpret=backend == "interpret")
+    expert_of_group, places = map(np.asarray, aligned)
+    places = places.reshape(len(expert_of_group), group)
+    for expert in range(experts):
+        mine = places[expert_of_group == expert].reshape(-1)
+        expected = np.flatnonzero(experts_of == expert)
+        np.testing.assert_array_equal(mine[: len(expected)], expected)
+        assert (mine[len(expected) :] == -1).all() and len(mine) == -(-len(expected) // group) * group
+    assert set(expert_of_group) <= {-1, *range(experts)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
