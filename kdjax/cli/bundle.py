@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kdjax.cli import models, options
 from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.start import configure_jax
-from kdjax.config import load
+from kdjax.config import ONE_DEVICE, Cluster, load
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.errors import KdjaxError
 
@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         metavar="KEY=VALUE",
         help="numerics, e.g. compute_dtype=bfloat16; keys of [runtime]",
+    )
+    check.add_argument(
+        "--mesh", type=Path, metavar="FILE", help="split the model over devices: configs/meshes/NAME.toml"
     )
     check.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -113,13 +116,14 @@ def _make(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     section = load(RuntimeSection, None, ['compute_dtype="float32"', *args.overrides])
+    mesh = load(Cluster, args.mesh).mesh if args.mesh else ONE_DEVICE
     configure_jax(compilation_cache=section.compilation_cache)
     from kdjax.checkpoint.bundle import Bundle
     from kdjax.evaluate import golden
     from kdjax.model.runtime import runtime_of
 
     results = []
-    for result in golden.check(Bundle(args.bundle), runtime_of(section)):
+    for result in golden.check(Bundle(args.bundle), runtime_of(section, mesh)):
         results.append(result)
         if not args.json:
             print(_line(result, args.tolerance), flush=True)

@@ -13,17 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
-from kdjax.checkpoint import Target, load_drafter, load_target
+from kdjax.checkpoint import load_drafter, load_target
 from kdjax.checkpoint.bundle import Bundle, Case
-from kdjax.config import DecodeConfig, ModelConfig
-from kdjax.decode import Completion, Decoder, Request
+from kdjax.config import DecodeConfig
+from kdjax.decode import Completion, Decoder, Request, loop
+from kdjax.decode.drafting import Params
+from kdjax.decode.state import DecodeState
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
-from kdjax.model.cache import KVCache
 from kdjax.model.runtime import Runtime
-from kdjax.reference import loop
+from kdjax.reference import loop as reference_loop
 from kdjax.reference import model as reference
 from kdjax.reference.checkpoint import read_drafter, read_target
 
@@ -43,18 +45,18 @@ def decode_cases(
     Raises:
         KdjaxError: a prompt is empty or has a token outside the vocabulary.
     """
-    model = loop.Target(*read_target(target))
+    model = reference_loop.Target(*read_target(target))
     draft = read_drafter(drafter) if drafter else None
     for prompt in prompts:
         if bad := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
             raise KdjaxError(f"prompt token {bad[0]} is outside the vocabulary of {model.config.vocab_size} ids")
-        plain = loop.generate(model, None, prompt, max_new_tokens, "autoregressive")
+        plain = reference_loop.generate(model, None, prompt, max_new_tokens, "autoregressive")
         margins = _reference_margins(model, prompt, plain.token_ids)
         if draft is None:
             yield Case(tuple(prompt), tuple(plain.token_ids), margins)
             continue
-        proposer = loop.DFlash(*draft, model)
-        tree = loop.generate(model, proposer, prompt, max_new_tokens, "tree", tree_budget)
+        proposer = reference_loop.DFlash(*draft, model)
+        tree = reference_loop.generate(model, proposer, prompt, max_new_tokens, "tree", tree_budget)
         accepted: list[int] = []
         for round_ in tree.rounds:
             # The first token is the prompt's; a round that starts with all tokens emitted is the reference's alone.
@@ -63,7 +65,7 @@ def decode_cases(
         yield Case(tuple(prompt), tuple(plain.token_ids), margins, tuple(tree.token_ids), tuple(accepted))
 
 
-def _reference_margins(model: loop.Target, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
+def _reference_margins(model: reference_loop.Target, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
     """Gaps between the two best logits where each token was chosen, from one causal forward over the text."""
     text = np.array([*prompt, *tokens[:-1]])
     out = reference.forward(model.params, model.config, text, np.arange(len(text)), reference.empty_cache(model.config))
@@ -113,7 +115,7 @@ def check(bundle: Bundle, runtime: Runtime) -> Iterator[Result]:
     """Decode every case of the bundle with the JAX loops, one by one and, where there is a drafter, by trees.
 
     Raises:
-        KdjaxError: the bundle's weights do not load.
+        KdjaxError: the bundle's weights do not load, or the mesh of `runtime` cannot cut them.
     """
     with tempfile.TemporaryDirectory() as scratch:
         target_folder, drafter_folder = bundle.extract(scratch)
@@ -130,7 +132,7 @@ def check(bundle: Bundle, runtime: Runtime) -> Iterator[Result]:
                 index,
                 mode,
                 len(golden),
-                _divergence(target, case, golden, completion, runtime),
+                _divergence(decoder, case, golden, completion),
                 *(_rounds(case, completion) if mode == "tree" else ()),
             )
 
@@ -142,15 +144,14 @@ def _rounds(case: Case, completion: Completion) -> tuple[tuple[int, ...], tuple[
     return golden, (statistics.rounds, *statistics.accepted_by_depth)
 
 
-def _divergence(
-    target: Target, case: Case, golden: tuple[int, ...], completion: Completion, runtime: Runtime
-) -> Divergence | None:
+def _divergence(decoder: Decoder, case: Case, golden: tuple[int, ...], completion: Completion) -> Divergence | None:
     pairs = zip(golden, completion.token_ids, strict=True)
     position = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     if position is None:
         return None
     text = jnp.asarray([[*case.prompt, *golden[:-1]]], jnp.int32)
-    margins = _margins(target.params, target.config, text, runtime)
+    state = decoder.program.empty_state(1, text.shape[1])
+    margins = _margins(decoder.program, decoder.params, state, text)
     return Divergence(
         position=position,
         golden_token=golden[position],
@@ -160,13 +161,18 @@ def _divergence(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "runtime"))
+@functools.partial(jax.jit, static_argnames="program")
 def _margins(
-    params: k2.Params, config: ModelConfig, text: Int32[Array, "1 n"], runtime: Runtime
+    program: loop.Program, params: Params, state: DecodeState, text: Int32[Array, "1 n"]
 ) -> Float32[Array, "n"]:
     """Gaps between the two best logits after each token, from one causal forward."""
-    positions = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
-    cache = KVCache.empty(config, 1, 0, text.shape[1], runtime.cache_dtype)
-    out = k2.forward(params, config, text, positions, cache, runtime=runtime)
-    best, _ = lax.top_k(k2.logits(params, config, out.hidden[0], runtime), 2)
+
+    def logits(params: Params, state: DecodeState, text: Int32[Array, "1 n"]) -> Float32[Array, "n vocab"]:
+        positions = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
+        model, runtime = program.model, program.runtime
+        out = k2.forward(params.target, model, text, positions, state.cache, runtime=runtime)
+        return k2.logits(params.target, model, out.hidden[0], runtime)
+
+    whole = PartitionSpec(None, program.vocabulary_axes or None)
+    best, _ = lax.top_k(loop.on_mesh(program, logits, params, state, text, out_specs=lambda _: whole), 2)
     return best[:, 0] - best[:, 1]

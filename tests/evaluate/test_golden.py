@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import ml_dtypes
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from kdjax.checkpoint import load_target, synth
-from kdjax.checkpoint.bundle import Bundle, write_bundle
+from kdjax.checkpoint.bundle import Bundle, Case, write_bundle
 from kdjax.checkpoint.files import TensorFolder
 from kdjax.cli import main
 from kdjax.errors import KdjaxError
@@ -89,11 +90,11 @@ def test_a_matrix_without_qw_falls_back_to_the_dense_one(tmp_path):
     np.testing.assert_array_equal(mixed, [dense[name.format(e)].astype(np.float32) for e in range(len(mixed))])
 
 
-def negated(path, name):
+def negated(source, path, name):
     def change(tensors):
         tensors[name] = (-tensors[name].astype(np.float32)).astype(ml_dtypes.bfloat16)
 
-    return edited(DENSE, path / "wrong", change)
+    return edited(source, path, change)
 
 
 @pytest.fixture
@@ -105,25 +106,37 @@ def uncached():
 
 
 def test_a_broken_drafter_is_found_though_every_token_agrees(tmp_path):
-    results = list(check(Bundle(negated(tmp_path, "drafter.fc.weight")), CPU_EXACT))
+    results = list(check(Bundle(negated(DENSE, tmp_path / "wrong", "drafter.fc.weight")), CPU_EXACT))
     assert all(result.divergence is None for result in results)
     assert [result.passes() for result in results[:2]] == [True, True]
     assert not all(result.passes() for result in results) and all(result.passes(1e-3) for result in results)
 
 
-def test_a_broken_target_is_found_with_both_margins(tmp_path, capsys, uncached):
-    file = str(negated(tmp_path, "target.model.norm.weight"))
-    assert main(["bundle", "check", file, "--json", *uncached]) == 1
+@pytest.fixture
+def broken(folder, tmp_path):
+    """A bundle without a drafter, whose final norm has another sign than the one that its tokens were decoded with."""
+    cases = [Case(*case[:3]) for case in Bundle(DENSE).cases]
+    write_bundle(tmp_path / "right", folder / "target", None, cases, tree_budget=7, weights="dense")
+    return str(negated(tmp_path / "right", tmp_path / "wrong", "target.model.norm.weight"))
 
-    results = json.loads(capsys.readouterr().out)["results"]
-    first = results[0]["divergence"]
+
+def test_a_broken_target_is_found_with_both_margins(broken, capsys, uncached):
+    assert main(["bundle", "check", broken, "--tolerance", "1e-6", *uncached]) == 1
+    first, _, last = capsys.readouterr().out.splitlines()
+    said = r"DIVERGES at new token (\d+): golden (\d+) by a margin of (\S+) logits, here (\d+) by "
+    position, golden, margin, token = map(float, re.search(said, first).groups())
     case = Bundle(DENSE).cases[0]
-    assert first["golden_token"] == case.tokens[first["position"]] != first["token"]
-    assert first["golden_margin"] == case.margins[first["position"]] and first["margin"] > 0
-    assert main(["bundle", "check", file, "--tolerance", f"{first['golden_margin'] * 1.01}", *uncached]) == 1
-    out = capsys.readouterr().out
-    assert f" at new token {first['position']}: golden {first['golden_token']} by a margin of " in out
-    assert "DIVERGES" in out and out.endswith("of 4 agree\n")
+    assert case.tokens[int(position)] == golden != token
+    assert case.margins[int(position)] == pytest.approx(margin, rel=1e-3)
+    assert last == "0 of 2 agree"
+
+
+def test_a_broken_target_is_found_on_a_mesh_too(broken, tmp_path, capsys, uncached):
+    (tmp_path / "mesh.toml").write_text("[mesh]\nexpert = 2\n")
+    assert main(["bundle", "check", broken, "--json", "--mesh", str(tmp_path / "mesh.toml"), *uncached]) == 1
+    result = json.loads(capsys.readouterr().out)
+    first = result["results"][0]["divergence"]
+    assert result["passes"] is False and first["token"] != first["golden_token"] and first["margin"] > 0
 
 
 def test_margins_are_those_of_the_reference_logits(folder):

@@ -1,10 +1,13 @@
 """Against golden ids of Kimi's own rank file, where present, and against a small file of the same layout."""
 
+import codecs
 import json
 import pathlib
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kdjax.errors import KdjaxError
 from kdjax.tokenizer import Tokenizer
@@ -91,6 +94,26 @@ def test_stream_drops_an_unfinished_tail_and_marks_broken_bytes(small):
     assert [stream.push([i]) for i in euro] == ["", "", "€"]
     assert small.detokenizer().push(euro[:2]) == ""
     assert small.detokenizer().push([euro[0], *small.encode("a")]) == "�a"
+
+
+@given(st.lists(st.integers(0, 4095), max_size=40), st.data())
+def test_a_stream_is_the_whole_text_however_it_is_cut(small, ids, data):
+    """Random ids: characters cut by tokens, broken bytes, and reserved ids in their midst."""
+    stream, parts, rest = small.detokenizer(), [], list(ids)
+    while rest:
+        n = data.draw(st.integers(1, len(rest)))
+        parts.append(stream.push(rest[:n]))
+        rest = rest[n:]
+    ordinary = b"".join(small.token_bytes(i) for i in ids if i < small.base)
+    whole = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(ordinary)
+    assert "".join(parts) == whole
+
+
+@given(st.text())
+def test_any_text_streams_token_by_token(small, text):
+    stream = small.detokenizer()
+    parts = [stream.push([i]) for i in small.encode(text)]
+    assert "".join(parts) == text and all("�" not in part for part in parts if "�" not in text)
 
 
 def test_stream_never_shows_a_reserved_token(small):
