@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from kdjax.config.mesh import Axes
 from kdjax.model import parallel
@@ -72,7 +72,18 @@ def attend(
     out, lse = tree_attention_partial(
         query[..., :rank], query[..., rank:], rows, lengths, ancestors, scale=scale, backend=backend, shared=shared
     )
-    parts = parallel.parts(axes)
-    outs = lax.all_to_all(out.reshape(slots, q, parts, heads, rank), axes, split_axis=2, concat_axis=0)
-    lses = lax.all_to_all(lse.reshape(slots, q, parts, heads), axes, split_axis=2, concat_axis=0)
-    return merge(outs, lses)[0]
+    # As bits of one array: a second exchange would cost about as much as this one.
+    words = jnp.concatenate([_words(out), _words(lse[..., None])], axis=-1)
+    words = words.reshape(slots, q, parallel.parts(axes), heads, -1)
+    words = lax.all_to_all(words, axes, split_axis=2, concat_axis=0)
+    return merge(_values(words[..., :-1], out.dtype), _values(words[..., -1:], lse.dtype)[..., 0])[0]
+
+
+def _words(x: Float[Array, "*lead width"]) -> UInt32[Array, "*lead words"]:
+    per_word = 4 // x.dtype.itemsize
+    parts = x if per_word == 1 else x.reshape(*x.shape[:-1], -1, per_word)
+    return lax.bitcast_convert_type(parts, jnp.uint32)
+
+
+def _values(words: UInt32[Array, "*lead words"], dtype: jnp.dtype) -> Float[Array, "*lead width"]:
+    return lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)

@@ -68,7 +68,7 @@ def pair():
 
 
 def test_two_processes_of_four_devices_are_one_of_eight(model, pair, capsys):
-    command = [*model, *MESH, "--json", "-n", "12", "--temperature", "0.7"]
+    command = [*model, *MESH, "--json", "-n", "12", "--budget", "3", "--temperature", "0.7"]
     first, second = pair(command, command)
     out, err = first.communicate(timeout=300)
     assert (first.returncode, second.wait(60)) == (0, 0), err + second.stderr.read()

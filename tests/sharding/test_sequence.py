@@ -16,7 +16,7 @@ from kdjax.model.cache import KVCache
 from kdjax.model.runtime import Runtime
 from pallas_kernels.tree_attention import tree_attention
 from tests.model.small import CONFIG
-from tests.tolerances import ATTENTION_FLOAT32
+from tests.tolerances import ATTENTION_BFLOAT16, ATTENTION_FLOAT32
 
 PARTS, ROWS = 8, 1024
 AXES = ("sequence",)
@@ -48,11 +48,14 @@ def random_trees(slots):
     return jnp.asarray(sees)
 
 
-@pytest.mark.parametrize("tree", [True, False], ids=["tree", "chain"])
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_attention_over_all_devices_is_attention_over_the_whole(tree, backend):
+@pytest.mark.parametrize(
+    ("tree", "backend", "dtype"),
+    [(True, "xla", "float32"), (False, "xla", "bfloat16"), (True, "interpret", "float32")],
+)
+def test_attention_over_all_devices_is_attention_over_the_whole(tree, backend, dtype):
     slots = len(LENGTHS)
     latent, rope, rows = normal(slots, Q, HEADS, RANK), normal(slots, Q, HEADS, ROPE), normal(slots, ROWS, RANK + ROPE)
+    latent, rope, rows = (x.astype(dtype) for x in (latent, rope, rows))
     ancestors = random_trees(slots) if tree else None
 
     def attend(latent, rope, rows, ancestors):
@@ -63,7 +66,8 @@ def test_attention_over_all_devices_is_attention_over_the_whole(tree, backend):
     heads, held = P(None, None, AXES), P(None, AXES)
     got = on_eight(attend, (heads, heads, held, P()), heads)(latent, rope, dealt(rows), ancestors)
     expected = tree_attention(latent, rope, rows, LENGTHS, ancestors, scale=0.2, backend="xla")
-    ATTENTION_FLOAT32.check(got, expected)
+    tolerance = ATTENTION_FLOAT32 if dtype == "float32" else ATTENTION_BFLOAT16
+    tolerance.check(got.astype(jnp.float32), expected.astype(jnp.float32))
 
 
 def test_rows_are_appended_and_committed_where_they_belong():
