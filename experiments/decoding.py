@@ -67,15 +67,20 @@ def decode_all(decoder: Decoder, requests: Sequence[Request]) -> Outcome:
 def records(decoder: Decoder, requests: Mapping[str, Request], repeats: int) -> Iterator[Record]:
     """One record a prompt; with several slots, whose times overlap, one more a repetition for the speed."""
     outcomes = [decode_all(decoder, list(requests.values())) for _ in range(repeats)]
-    for i, name in enumerate(requests):
+    return records_of(outcomes, list(requests), decoder.slots)
+
+
+def records_of(outcomes: Sequence[Outcome], names: Sequence[str], slots: int) -> Iterator[Record]:
+    """`records` of repetitions that were run already."""
+    for i, name in enumerate(names):
         runs = [outcome.begun[i] for outcome in outcomes]
         record = acceptance_record(name, runs[0])
         record["timings"] = {"prefill_s": min(run.timings.prefill for run in runs)}
-        if decoder.slots == 1:
+        if slots == 1:
             record["timed_tokens"] = record["emitted"]
             record["timings"]["decode_s"] = min(run.timings.decode for run in runs)
         yield record
-    if decoder.slots > 1:
+    if slots > 1:
         for i, outcome in enumerate(outcomes):
             timings = {"decode_s": outcome.decode_seconds}
             yield {"unit": f"repetition {i}", "timed_tokens": outcome.statistics.emitted, "timings": timings}
