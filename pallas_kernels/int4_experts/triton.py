@@ -68,16 +68,21 @@ def int4_experts(
     programs, lookup, tables = _grouping(config, flat, experts.experts, interpret)
     tile = _fit(config.gate_up, inner, hidden)
     narrow, splits = inner <= NARROW, tile.splits
-    h = run(
+    publishes = config.grouping == "scan" and config.down_form == "group"
+    groups = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (programs, programs * tile.tokens)]
+    h, *published = run(
         _gate_up_kernel,
         (inner // (tile.rows * tile.count), programs, tile.splits),
-        _partial_shape(tile, 2, flat.size, inner),
+        [_partial_shape(tile, 2, flat.size, inner), *(groups if publishes else [])],
         tile,
         (x, *_flat(experts.gate_up_words, experts.gate_up_scales), *tables),
         blocks=_blocks_of(experts.gate_up_words),
         lookup=functools.partial(lookup, group=tile.tokens),
         top_k=top_k,
+        publishes=publishes,
     )
+    if publishes:
+        lookup, tables = _lookup_aligned, published
     tile = _fit(config.down, hidden, inner)
     down = _flat(experts.down_words, experts.down_scales)
     row_blocks = hidden // (tile.rows * tile.count)
@@ -141,13 +146,13 @@ def int4_matmul(
 def _call(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
-    out_shape: jax.ShapeDtypeStruct,
+    out_shape: Any,
     tile: Tile,
     arrays: Sequence[Array],
     *,
     interpret: bool,
     **static: Any,
-) -> Array:
+) -> Any:
     return pl.pallas_call(
         functools.partial(kernel, tile=tile, emulate=interpret, **static),
         grid=grid,
@@ -371,11 +376,32 @@ def _split(column_blocks: int, splits: int):
 # --- the kernels ---
 
 
-def _gate_up_kernel(x_ref, words_ref, scales_ref, *refs, tile: Tile, emulate: bool, blocks: Blocks, lookup, top_k: int):
-    *tables, out_ref = refs
-    program = pl.program_id(0)
-    expert, runs, rows, valid = lookup(tables, pl.program_id(1))
+def _gate_up_kernel(
+    x_ref,
+    words_ref,
+    scales_ref,
+    *refs,
+    tile: Tile,
+    emulate: bool,
+    blocks: Blocks,
+    lookup,
+    top_k: int,
+    publishes: bool,
+):
+    """`publishes`: also writes the groups, as `align` does, so that the down programs need not look for theirs."""
+    *tables, out_ref = refs[:-2] if publishes else refs
+    program, group = pl.program_id(0), pl.program_id(1)
+    expert, runs, rows, valid = lookup(tables, group)
     split, first, last = _split(blocks.columns, tile.splits)
+
+    if publishes:
+        expert_of_group_ref, places_ref = refs[-2:]
+
+        @pl.when((program == 0) & (split == 0))
+        def _():
+            expert_of_group_ref[group] = jnp.where(runs, expert, -1)
+            place = group * tile.tokens + jnp.arange(tile.tokens, dtype=jnp.int32)
+            plgpu.store(places_ref.at[place], jnp.where(valid, rows, -1))
 
     @pl.when(runs)
     def _():
