@@ -6,30 +6,19 @@ so one gather-sum over the candidate table and one exact selection give it; the 
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from kdjax.errors import KdjaxError
 from kdjax.model import parallel
-from kdjax.tree import ranking
 from kdjax.tree.candidates import Candidates, candidates
 from kdjax.tree.marginals import marginals
 from kdjax.tree.tree import Tree
-
-# A cost is -lp in fixed point: 4 limbs of 24 bits, unit 2^-76, so costs below 2^16 are exact down to 2^-53 with a full
-# float32 mantissa, sums of 15 need no carry before the end, and every limb is exact in float32 (the fast top-k type).
-_LIMBS = 4
-_LIMB_BITS = 24
-_UNIT_EXPONENT = 76
-_LIMB_MASK = np.uint32(2**_LIMB_BITS - 1)
-_COST_CAP = np.float32(2.0**16)
-_MOST_RANKED = 8192
-"""Candidates up to which counting who comes before, with the square of their number, beats passes of a top-k."""
+from pallas_kernels import draft_tree
+from pallas_kernels.draft_tree import fixed_point
 
 
 def build(
@@ -77,10 +66,21 @@ def select(
     if budget < 1 or depth < 1:
         raise KdjaxError(f"select needs a budget and a depth of at least 1, not {budget} and {depth}: use root_only")
     limit = jnp.full((slots,), budget, jnp.int32) if budgets is None else jnp.clip(budgets, 0, budget)
-    broken = jnp.any(jnp.isnan(lp), (1, 2)) | ~jnp.all(jnp.isfinite(lp[:, :, 0]), 1)
-    limit = jnp.where(broken, 0, limit)
     table = candidates(depth, budget, min(budget, top))
-    return jax.vmap(lambda *slot: _select(*slot, table=table, budget=budget))(lp, ids, roots, limit)
+
+    def by_table(lp: Array, ids: Array, roots: Array, limit: Array) -> Tree:
+        broken = jnp.any(jnp.isnan(lp), (1, 2)) | ~jnp.all(jnp.isfinite(lp[:, :, 0]), 1)
+        limit = jnp.where(broken, 0, limit)
+        return jax.vmap(lambda *slot: _select(*slot, table=table, budget=budget))(lp, ids, roots, limit)
+
+    def by_search(lp: Array, ids: Array, roots: Array, limit: Array) -> Tree:
+        return Tree(**draft_tree.grow(lp, ids, roots, limit, budget=budget, interpret=False)._asdict())
+
+    arrays = lp, ids.astype(jnp.int32), roots.astype(jnp.int32), limit
+    if budget > draft_tree.MOST_NODES:
+        return by_table(*arrays)
+    # A GPU would spend 13 kernels on the table; one program that searches is faster there.
+    return lax.platform_dependent(*arrays, cpu=by_table, cuda=by_search, default=by_table)
 
 
 def _select(
@@ -94,11 +94,7 @@ def _select(
     depth, top = lp.shape
     cell = np.where(table.ranks >= 0, np.arange(depth) * top + table.ranks, depth * top)
     cost = _cost_keys(lp, cell)
-    by_rank = ranking.smallest if len(cell) <= _MOST_RANKED else _smallest
-    k = min(budget, len(cell))
-    chosen = lax.platform_dependent(
-        cost, cpu=functools.partial(_smallest, k=k), default=functools.partial(by_rank, k=k)
-    )
+    chosen = _smallest(cost, k=min(budget, len(cell)))
     n_nodes = jnp.minimum(jnp.sum(jnp.isfinite(cost[0, chosen]), dtype=jnp.int32), limit)
 
     pad = (0, budget - len(chosen))
@@ -137,31 +133,15 @@ def _cost_keys(lp: Float[Array, "depth top"], cell: np.ndarray) -> Float[Array, 
     """
     flat = lp.reshape(-1)
     impossible = (~jnp.isfinite(flat)).astype(jnp.uint32)
-    limbs = jnp.pad(jnp.concatenate([impossible[None], _fixed_point(flat)]), ((0, 0), (0, 1)))
+    limbs = jnp.pad(jnp.concatenate([impossible[None], jnp.stack(fixed_point.limbs(flat))]), ((0, 0), (0, 1)))
     impossible, *sums = jnp.sum(limbs[:, cell], -1, dtype=jnp.uint32)
     keys, carry = [], jnp.zeros_like(impossible)
     for limb in sums[::-1]:
         total = limb + carry
-        keys.append((total & _LIMB_MASK).astype(jnp.float32))
-        carry = total >> _LIMB_BITS
+        keys.append((total & fixed_point.LIMB_MASK).astype(jnp.float32))
+        carry = total >> fixed_point.LIMB_BITS
     keys[-1] = jnp.where(impossible > 0, jnp.inf, keys[-1])
     return jnp.stack(keys[::-1])
-
-
-def _fixed_point(lp: Float[Array, "n"]) -> UInt32[Array, "limbs n"]:
-    """-lp in units of 2^-76 as 24-bit limbs, most significant first. Rounded towards zero and capped at 2^16."""
-    cost = jnp.clip(-lp, 0.0, np.nextafter(_COST_CAP, np.float32(0)))
-    bits = lax.bitcast_convert_type(cost, jnp.uint32)
-    exponent = (bits >> 23).astype(jnp.int32)
-    mantissa = jnp.where(exponent > 0, (bits & np.uint32(0x7FFFFF)) | np.uint32(0x800000), np.uint32(0))
-    shift = exponent - 150 + _UNIT_EXPONENT  # cost = mantissa * 2^(exponent - 150)
-    limbs = []
-    for i in reversed(range(_LIMBS)):
-        by = shift - i * _LIMB_BITS
-        left = mantissa << jnp.clip(by, 0, 31).astype(jnp.uint32)
-        right = mantissa >> jnp.clip(-by, 0, 31).astype(jnp.uint32)
-        limbs.append(jnp.where(by >= _LIMB_BITS, np.uint32(0), jnp.where(by >= 0, left, right) & _LIMB_MASK))
-    return jnp.stack(limbs)
 
 
 def _smallest(keys: Float[Array, "limbs candidates"], k: int) -> Int[Array, "k"]:

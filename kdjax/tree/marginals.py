@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kdjax.tree import ranking
+from pallas_kernels import draft_tree
+
+MOST_CHOSEN = 256
+"""The kernel takes its tokens one after another: beyond this a sort is faster."""
+
+
+def _summary(
+    logits: Float[Array, "*rows vocab"], k: int
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"], Float[Array, "*rows"]]:
+    """`top_k` and the log-sum-exp."""
+
+    def by_sort(x: Float[Array, "*rows vocab"]) -> tuple[Array, Array, Array]:
+        x = x.astype(jnp.float32)
+        # top_k orders -0.0 below 0.0, which would break a tie that the tree's definition leaves to the token id.
+        x = jnp.where(x == 0, jnp.zeros_like(x), x)
+        values, ids = lax.top_k(x, k)
+        return values, ids.astype(jnp.int32), jax.nn.logsumexp(x, axis=-1)
+
+    def by_kernel(x: Float[Array, "*rows vocab"]) -> tuple[Array, Array, Array]:
+        values, ids, lse = draft_tree.top_k(x.reshape(-1, x.shape[-1]), k, interpret=False)
+        rows = x.shape[:-1]
+        return values.reshape(*rows, k), ids.reshape(*rows, k), lse.reshape(rows)
+
+    if k > MOST_CHOSEN:
+        return by_sort(logits)
+    return lax.platform_dependent(logits, cpu=by_sort, cuda=by_kernel, default=by_sort)
 
 
 def top_k(logits: Float[Array, "*rows vocab"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """The k largest logits in falling order with their token ids, lowest id first among equal ones."""
-    # top_k orders -0.0 below 0.0, which would break a tie that the tree's definition leaves to the token id.
-    logits = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
-    values, ids = lax.platform_dependent(
-        logits, cpu=lambda x: tuple(lax.top_k(x, k)), default=functools.partial(ranking.top_k, k=k)
-    )
-    return values, ids.astype(jnp.int32)
+    """The k largest logits in falling order with their token ids, lowest id first among equal ones; float32."""
+    return _summary(logits, k)[:2]
 
 
 def merge_top_k(
@@ -37,8 +55,16 @@ def sharded_top_k(
 
     Each shard sends at most k values and ids, so the whole row never crosses the mesh. k may exceed a shard's width.
     """
-    width = logits.shape[-1]
-    values, ids = top_k(logits, min(k, width))
+    return _gathered(*top_k(logits, min(k, logits.shape[-1])), logits.shape[-1], k, axis_name)
+
+
+def _gathered(
+    values: Float[Array, "*rows n"],
+    ids: Int[Array, "*rows n"],
+    width: int,
+    k: int,
+    axis_name: str | tuple[str, ...],
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
     ids = ids + lax.axis_index(axis_name).astype(jnp.int32) * width
     axis = values.ndim - 1
     values, ids = (lax.all_gather(x, axis_name, axis=axis, tiled=True) for x in (values, ids))
@@ -60,6 +86,9 @@ def marginals(
     of such values are exact, so that nodes of equal score stay equal. `logits` may be this device's part of a
     vocabulary that is split over mesh `axes`.
     """
-    logits = logits.astype(jnp.float32)
-    values, ids = sharded_top_k(logits, k, axes) if axes else top_k(logits, k)
-    return values - log_normaliser(logits, axes)[..., None], ids
+    width = logits.shape[-1]
+    values, ids, log_z = _summary(logits, min(k, width))
+    if axes:
+        values, ids = _gathered(values, ids, width, k, axes)
+        log_z = jax.nn.logsumexp(lax.all_gather(log_z, axes), axis=0)
+    return values - log_z[..., None], ids
