@@ -74,10 +74,8 @@ def draw(results: Sequence[Result], figure: Any) -> None:
         tokens, label = [r.config.tokens for r in many], f"C={streams}, prefix {prefix:,}"
         plot.line(left, tokens, [r.estimates["us"] for r in many], i, label)
         plot.line(right, tokens, [r.estimates["of_ceiling"] for r in many], i, label)
-    ticks = sorted({r.config.tokens for r in results})
     for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(t) for t in ticks])
+        plot.log_x(axes, [r.config.tokens for r in results])
         axes.set_xlabel("tree rows")
     left.set(ylabel="microseconds per layer", yscale="log")
     right.set(ylabel="share of the read ceiling", ylim=(0, None))

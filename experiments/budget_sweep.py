@@ -61,9 +61,7 @@ def draw(results: Sequence[Result], figure: Any) -> None:
             color, _, dashes = plot.STYLES[style]
             axes.axhline(other.value(metric), color=color, linestyle=dashes, label=other.name)
         axes.set(xlabel="tree nodes, root not counted", ylabel=label, ylim=(0, None))
-        if len(budgets) > 1:
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(budgets, [str(b) for b in budgets])
+        plot.log_x(axes, budgets)
     left.legend()
 
 

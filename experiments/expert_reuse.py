@@ -92,16 +92,21 @@ def conclude(results: Sequence[Result]) -> list[str]:
 def draw(results: Sequence[Result], figure: Any) -> None:
     left, right = figure.subplots(1, 2)
     ordered = sorted(results, key=lambda r: r.value("tokens"))
-    tokens = [r.value("tokens") for r in ordered]
-    plot.line(left, tokens, [r.estimates["distinct"] for r in ordered], 0, "measured")
-    plot.line(left, tokens, [r.estimates["independent"] for r in ordered], 1, "independent routing")
+    plot.line(
+        left,
+        [r.value("tokens") for r in ordered],
+        [r.estimates["independent"] for r in ordered],
+        4,
+        "independent routing",
+    )
+    for i, slots in enumerate(sorted({r.config.slots for r in ordered})):
+        many = [r for r in ordered if r.config.slots == slots]
+        tokens = [r.value("tokens") for r in many]
+        plot.line(left, tokens, [r.estimates["distinct"] for r in many], i, f"measured, C={slots}")
+        plot.line(right, tokens, [r.estimates["reuse"] for r in many], i, f"C={slots}")
     left.axhline(ordered[0].records[0]["experts"], color="grey", linewidth=1)
     left.set(xlabel="tokens per verify pass", ylabel="distinct experts per layer", ylim=(0, None))
-    left.legend()
-    for i, result in enumerate(ordered):
-        color, marker, dashes = plot.STYLES[i % len(plot.STYLES)]
-        by_layer = np.mean([r["by_layer"] for r in result.records], axis=0)
-        places = range(1, len(by_layer) + 1)
-        right.plot(places, by_layer, color=color, marker=marker, linestyle=dashes, label=result.name)
-    right.set(xlabel="MoE layer", ylabel="distinct experts", ylim=(0, None))
-    right.legend(fontsize=7)
+    right.set(xlabel="tokens per verify pass", ylabel="distinct over independent", ylim=(0, 1.05))
+    for axes in (left, right):
+        plot.log_x(axes, [round(t) for t in tokens_of_all])
+    left.legend(fontsize=8)

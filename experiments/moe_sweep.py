@@ -104,8 +104,10 @@ def draw(results: Sequence[Result], figure: Any) -> None:
         tokens = [r.config.tokens for r in many]
         plot.line(left, tokens, [r.estimates["us"] for r in many], i, name)
         plot.line(right, tokens, [r.estimates["of_ceiling"] for r in many], i, name)
-    left.set(xlabel="tokens", ylabel="microseconds per layer", xscale="log", yscale="log")
-    right.set(xlabel="tokens", ylabel="share of the read ceiling", xscale="log", ylim=(0, None))
+    left.set(xlabel="tokens", ylabel="microseconds per layer", yscale="log")
+    right.set(xlabel="tokens", ylabel="share of the read ceiling", ylim=(0, None))
+    for axes in (left, right):
+        plot.log_x(axes, [r.config.tokens for r in results])
     left.legend(fontsize=8)
 
 

@@ -112,8 +112,6 @@ def draw(results: Sequence[Result], figure: Any) -> None:
         for offset, metric in enumerate(("device_us", "host_us")):
             label = f"{'device' if metric == 'device_us' else 'over the host'}, {count} stream(s)"
             plot.line(axes, budgets, [r.estimates[metric] for r in many], 2 * i + offset, label)
-    budgets = sorted({r.config.budget for r in results})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(budgets, [str(b) for b in budgets])
-    axes.set(xlabel="tree nodes", ylabel="microseconds", yscale="log")
+    plot.log_x(axes, [r.config.budget for r in results])
+    axes.set(xlabel="tree nodes", ylabel="microseconds", ylim=(0, None))
     axes.legend()

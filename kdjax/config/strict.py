@@ -142,7 +142,7 @@ def check_keys(kind: type[msgspec.Struct], data: dict[str, Any], at: Key, source
         if name not in fields:
             where = f"in [{'.'.join(at)}]" if at else "at the top level"
             raise KdjaxError(f"{source(key)}: unknown key {name!r} {where}: {closest(name, fields)}")
-        inner = _struct(fields[name])
+        inner = struct_of(fields[name])
         if inner and isinstance(value, dict):
             check_keys(inner, value, key, source)
 
@@ -169,13 +169,14 @@ def _explain(
 def type_at(kind: Any, key: Key) -> Any:
     """The type of the field at `key`; None where there is none."""
     for part in key:
-        struct = _struct(kind)
+        struct = struct_of(kind)
         fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)} if struct else {}
         kind = fields.get(part)
     return kind
 
 
-def _struct(kind: Any) -> type[msgspec.Struct] | None:
+def struct_of(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct that a field of that type may hold; None where it holds none."""
     options = typing.get_args(kind) or (kind,)
     return next((t for t in options if isinstance(t, type) and issubclass(t, msgspec.Struct)), None)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kdjax.config.strict import Document, Key, check_keys, type_at, without_none
+from kdjax.config.strict import Document, Key, check_keys, struct_of, type_at, without_none
 from kdjax.errors import KdjaxError
 
 RESERVED = ("experiment", "cells", "smoke")
@@ -78,7 +78,7 @@ def read_sweep(
         listed = {key: value for key, value in _leaves(entry) if key not in axes}
         for values in itertools.product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
-            points.append((listed | point, document.convert(kind, put(tables, point))))
+            points.append((_in_order(kind, listed | point), document.convert(kind, put(tables, point))))
     cells = tuple(Cell(name, config) for name, (_, config) in zip(_names([p for p, _ in points]), points, strict=True))
     twins = [name for name, count in collections.Counter(cell.name for cell in cells).items() if count > 1]
     _need(not twins, f"{file}: the sweep has {twins[:1]} twice: drop one")
@@ -123,7 +123,22 @@ def _axes(kind: type[msgspec.Struct], tables: dict[str, Any]) -> dict[Key, list[
     for key, value in _leaves(tables):
         if isinstance(value, list) and (not _is_sequence(type_at(kind, key)) or _all_lists(value)):
             axes[key] = value
-    return axes
+    return _in_order(kind, axes)
+
+
+def _in_order(kind: type[msgspec.Struct], values: dict[Key, Any]) -> dict[Key, Any]:
+    """By the fields of the type: names do not depend on how a file is laid out, which TOML does not keep."""
+
+    def place(key: Key) -> list[int]:
+        at: Any = kind
+        places = []
+        for part in key:
+            names = [field.encode_name for field in msgspec.structs.fields(at)] if at else []
+            places.append(names.index(part) if part in names else len(names))
+            at = struct_of(type_at(at, (part,))) if at else None
+        return places
+
+    return dict(sorted(values.items(), key=lambda item: place(item[0])))
 
 
 def _all_lists(value: list[Any]) -> bool:

@@ -75,6 +75,12 @@ def test_an_empty_table_is_the_sweep_of_the_file(read):
     assert names(read(text, "cells=[]")) == ["seed=1", "seed=2"]
 
 
+def test_names_do_not_depend_on_the_layout_of_the_file(read):
+    one = read('experiment = "made"\nseed = [1, 2]\n[decode.decode]\nbudget = [3]\n')
+    other = read('experiment = "made"\n[decode.decode]\nbudget = [3]\n', "seed=[1, 2]")
+    assert names(one) == names(other) == ["budget=3 seed=1", "budget=3 seed=2"]
+
+
 @pytest.mark.parametrize("text", [GRID, 'experiment = "made"\n[[cells]]\nrepeats = 5\n[[cells]]\nseed = [1, 2]\n'])
 def test_the_resolved_document_has_every_key_and_gives_the_same_cells(read, text):
     sweep = read(text)
