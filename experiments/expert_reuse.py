@@ -92,13 +92,8 @@ def conclude(results: Sequence[Result]) -> list[str]:
 def draw(results: Sequence[Result], figure: Any) -> None:
     left, right = figure.subplots(1, 2)
     ordered = sorted(results, key=lambda r: r.value("tokens"))
-    plot.line(
-        left,
-        [r.value("tokens") for r in ordered],
-        [r.estimates["independent"] for r in ordered],
-        4,
-        "independent routing",
-    )
+    all_tokens = [r.value("tokens") for r in ordered]
+    plot.line(left, all_tokens, [r.estimates["independent"] for r in ordered], 4, "independent routing")
     for i, slots in enumerate(sorted({r.config.slots for r in ordered})):
         many = [r for r in ordered if r.config.slots == slots]
         tokens = [r.value("tokens") for r in many]
@@ -108,5 +103,5 @@ def draw(results: Sequence[Result], figure: Any) -> None:
     left.set(xlabel="tokens per verify pass", ylabel="distinct experts per layer", ylim=(0, None))
     right.set(xlabel="tokens per verify pass", ylabel="distinct over independent", ylim=(0, 1.05))
     for axes in (left, right):
-        plot.log_x(axes, [round(t) for t in tokens_of_all])
+        plot.log_x(axes, [round(t) for t in all_tokens])
     left.legend(fontsize=8)

@@ -63,6 +63,8 @@ def draw(results: Sequence[Result], figure: Any) -> None:
         per_stream = [r.value("tokens_per_s") / r.config.slots for r in many]
         color, marker, dashes = plot.STYLES[style]
         right.plot(slots, per_stream, color=color, marker=marker, linestyle=dashes, label=mode)
+    for axes in (left, right):
+        plot.log_x(axes, [r.config.slots for r in results])
     left.set(xlabel="streams C", ylabel="tok/s, all streams", ylim=(0, None))
     right.set(xlabel="streams C", ylabel="tok/s per stream", ylim=(0, None))
     left.legend()

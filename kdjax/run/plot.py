@@ -53,14 +53,14 @@ def line(axes: Any, x: Sequence[Any], estimates: Sequence[Estimate], style: int,
     axes.errorbar(x, values, _spread(estimates), color=color, marker=marker, linestyle=dashes, capsize=3, label=label)
 
 
-def log_x(axes: Any, values: Sequence[float]) -> None:
+def log_x(axes: Any, values: Sequence[int]) -> None:
     """A logarithmic x axis with a tick at each of the values, but where two would overlap."""
-    ticks: list[float] = []
+    ticks: list[int] = []
     for value in sorted(set(values)):
         if not ticks or value >= 1.3 * ticks[-1]:
             ticks.append(value)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
     axes.minorticks_off()
 
 
