@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
         folder = RunFolder.create(args.out, config) if args.out and speaks else None
         if folder:
             checkpoints = {"target": target} | ({"drafter": drafter} if drafter else {})
-            folder.write("provenance.json", provenance(checkpoints, config.runtime.backend))
+            folder.write("provenance.json", provenance(checkpoints, session.backend))
         live = Live(texts, page, before=status.stop)
         outcomes = _decode(session, modes, live, status, interrupt)
     if not speaks:
