@@ -74,7 +74,8 @@ def select(
         return jax.vmap(lambda *slot: _select(*slot, table=table, budget=budget))(lp, ids, roots, limit)
 
     def by_search(lp: Array, ids: Array, roots: Array, limit: Array) -> Tree:
-        return Tree(**draft_tree.grow(lp, ids, roots, limit, budget=budget, interpret=False)._asdict())
+        given = None if budgets is None else limit
+        return Tree(**draft_tree.grow(lp, ids, roots, given, budget=budget, interpret=False)._asdict())
 
     arrays = lp, ids.astype(jnp.int32), roots.astype(jnp.int32), limit
     if budget > draft_tree.MOST_NODES:

@@ -8,27 +8,24 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import draft_tree
+from pallas_kernels.draft_tree import TopK
 
 MOST_CHOSEN = 256
 """The kernel takes its tokens one after another: beyond this a sort is faster."""
 
 
-def _summary(
-    logits: Float[Array, "*rows vocab"], k: int
-) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"], Float[Array, "*rows"]]:
-    """`top_k` and the log-sum-exp."""
-
-    def by_sort(x: Float[Array, "*rows vocab"]) -> tuple[Array, Array, Array]:
+def _chosen(logits: Float[Array, "*rows vocab"], k: int) -> TopK:
+    def by_sort(x: Float[Array, "*rows vocab"]) -> TopK:
         x = x.astype(jnp.float32)
         # top_k orders -0.0 below 0.0, which would break a tie that the tree's definition leaves to the token id.
         x = jnp.where(x == 0, jnp.zeros_like(x), x)
         values, ids = lax.top_k(x, k)
-        return values, ids.astype(jnp.int32), jax.nn.logsumexp(x, axis=-1)
+        lse = jax.nn.logsumexp(x, axis=-1)
+        return TopK(values, ids.astype(jnp.int32), lse, values - lse[..., None])
 
-    def by_kernel(x: Float[Array, "*rows vocab"]) -> tuple[Array, Array, Array]:
-        values, ids, lse = draft_tree.top_k(x.reshape(-1, x.shape[-1]), k, interpret=False)
-        rows = x.shape[:-1]
-        return values.reshape(*rows, k), ids.reshape(*rows, k), lse.reshape(rows)
+    def by_kernel(x: Float[Array, "*rows vocab"]) -> TopK:
+        found = draft_tree.top_k(x.reshape(-1, x.shape[-1]), k, interpret=False)
+        return TopK(*(part.reshape(*x.shape[:-1], *part.shape[1:]) for part in found))
 
     if k > MOST_CHOSEN:
         return by_sort(logits)
@@ -37,7 +34,7 @@ def _summary(
 
 def top_k(logits: Float[Array, "*rows vocab"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
     """The k largest logits in falling order with their token ids, lowest id first among equal ones; float32."""
-    return _summary(logits, k)[:2]
+    return _chosen(logits, k)[:2]
 
 
 def merge_top_k(
@@ -87,8 +84,8 @@ def marginals(
     vocabulary that is split over mesh `axes`.
     """
     width = logits.shape[-1]
-    values, ids, log_z = _summary(logits, min(k, width))
-    if axes:
-        values, ids = _gathered(values, ids, width, k, axes)
-        log_z = jax.nn.logsumexp(lax.all_gather(log_z, axes), axis=0)
-    return values - log_z[..., None], ids
+    own = _chosen(logits, min(k, width))
+    if not axes:
+        return own.lp, own.ids
+    values, ids = _gathered(own.values, own.ids, width, k, axes)
+    return values - jax.nn.logsumexp(lax.all_gather(own.lse, axes), axis=0)[..., None], ids

@@ -46,12 +46,12 @@ def grow(
     lp: Float32[Array, "slots depth top"],
     ids: Int32[Array, "slots depth top"],
     roots: Int32[Array, "slots"],
-    limit: Int32[Array, "slots"],
+    limit: Int32[Array, "slots"] | None,
     *,
     budget: int,
     interpret: bool,
 ) -> Grown:
-    """The trees of the `limit` best nodes, at most `budget`; log-probabilities fall along `top`.
+    """The trees of the `limit` best nodes, `budget` at most and without a limit; log-probabilities fall along `top`.
 
     A slot with a NaN, or a depth whose first log-probability is not finite, has the root alone.
 
@@ -80,7 +80,7 @@ def grow(
             compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="grow_draft_tree",
-        )(lp, ids, roots, limit)
+        )(lp, ids, roots, *(() if limit is None else (limit,)))
     )
 
 
@@ -98,7 +98,8 @@ class _Rows(NamedTuple):
     next_costs: tuple[Array, ...]
 
 
-def _grow(lp, ids, roots, limit, tokens, depths, parents, ancestors, scores, n_valid, *, budget):
+def _grow(lp, ids, roots, *refs, budget):
+    *limit, tokens, depths, parents, ancestors, scores, n_valid = refs
     slot, depth, top = pl.program_id(0), lp.shape[1], lp.shape[2]
     size = max(_WORD_BITS, pl.next_power_of_2(1 + budget))
     row = jnp.arange(size, dtype=jnp.int32)
@@ -183,7 +184,8 @@ def _grow(lp, ids, roots, limit, tokens, depths, parents, ancestors, scores, n_v
     inside = (level < depth)[:, None] & (rank < top)[None, :]
     table = plgpu.load(lp.at[slot, level[:, None], rank[None, :]], mask=inside, other=0.0)
     broken = (table != table) | ((rank == 0)[None, :] & (jnp.abs(table) == np.inf))
-    count = jnp.where(jnp.sum(jnp.sum(broken.astype(jnp.int32), axis=1)) > 0, 0, jnp.minimum(limit[slot], budget))
+    count = jnp.minimum(limit[0][slot], budget) if limit else jnp.int32(budget)
+    count = jnp.where(jnp.sum(jnp.sum(broken.astype(jnp.int32), axis=1)) > 0, 0, count)
     rows, n = lax.fori_loop(0, count, step, (rows, jnp.int32(1)))
 
     kept = row <= budget

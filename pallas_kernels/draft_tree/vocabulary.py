@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,24 @@ PART = 32 * BLOCK
 _NOWHERE = 2**30
 
 
-def top_k(
-    logits: Float[Array, "rows vocab"], k: int, *, interpret: bool
-) -> tuple[Float32[Array, "rows k"], Int32[Array, "rows k"], Float32[Array, "rows"]]:
-    """The k largest in falling order, their positions, lowest first among equal ones, and the log-sum-exp of the row.
+class TopK(NamedTuple):
+    """What `top_k` finds. Positions of values of -inf are arbitrary; a row with a NaN has a log-sum-exp of NaN.
 
-    The positions of values of -inf are arbitrary. A row with a NaN has a log-sum-exp of NaN.
+    Attributes:
+        values: in falling order.
+        ids: their positions, the lowest first among equal values.
+        lse: log-sum-exp of the row.
+        lp: values - lse, both rounded before.
     """
+
+    values: Float32[Array, "*rows k"]
+    ids: Int32[Array, "*rows k"]
+    lse: Float32[Array, "*rows"]
+    lp: Float32[Array, "*rows k"]
+
+
+def top_k(logits: Float[Array, "rows vocab"], k: int, *, interpret: bool) -> TopK:
+    """The k largest of each row, with one reading of the vocabulary; lists of k come out in k steps."""
     rows, vocab = logits.shape
     parts = pl.cdiv(vocab, PART)
     maxima, peaks, totals = pl.pallas_call(
@@ -39,19 +51,21 @@ def top_k(
         interpret=interpret,
         name="read_vocabulary",
     )(logits)
-    return pl.pallas_call(
+    chosen = pl.pallas_call(
         functools.partial(_choose, k=k),
         grid=(rows,),
         out_shape=(
             jax.ShapeDtypeStruct((rows, k), jnp.float32),
             jax.ShapeDtypeStruct((rows, k), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows, k), jnp.float32),
         ),
         # a step is a chain of reductions: within one warp they need no barrier
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="choose_tokens",
     )(logits, maxima, peaks, totals)
+    return TopK(*chosen)
 
 
 def _load(logits, row, position):
@@ -72,7 +86,7 @@ def _read(logits, maxima, peaks, totals):
     totals[row, part] = jnp.sum(jnp.sum(jnp.exp(values - finite), axis=1))
 
 
-def _choose(logits, maxima, peaks, totals, values_ref, ids_ref, lse_ref, *, k):
+def _choose(logits, maxima, peaks, totals, values_ref, ids_ref, lse_ref, lp_ref, *, k):
     """k times the first of what is left: from the lowest block with the largest maximum, which then gets a new one."""
     row, vocab, blocks, parts = pl.program_id(0), logits.shape[1], maxima.shape[1], peaks.shape[1]
     block = jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32)
@@ -108,4 +122,6 @@ def _choose(logits, maxima, peaks, totals, values_ref, ids_ref, lse_ref, *, k):
     total = plgpu.load(totals.at[row, part], mask=part < parts, other=0.0)
     highest = jnp.max(peak)
     finite = jnp.where(highest == -np.inf, np.float32(0), highest)
-    lse_ref[row] = finite + jnp.log(jnp.sum(total * jnp.exp(peak - finite)))
+    lse = finite + jnp.log(jnp.sum(total * jnp.exp(peak - finite)))
+    lse_ref[row] = lse
+    plgpu.store(lp_ref.at[row, rank], values - lse, mask=rank < k)

@@ -31,7 +31,7 @@ def test_top_k_and_log_sum_exp(interpret, kind, n, k):
     if kind == "mostly -inf":
         x[:, rng.random(n) < 0.9] = -np.inf
     x = jnp.asarray(x, jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
-    values, ids, lse = jax.jit(functools.partial(top_k, k=k, interpret=interpret))(x)
+    values, ids, lse, lp = jax.jit(functools.partial(top_k, k=k, interpret=interpret))(x)
     x = x.astype(jnp.float32)
     expected, order = lax.top_k(jnp.where(x == 0, jnp.float32(0), x), k)  # a sort puts -0.0 below 0.0
     np.testing.assert_array_equal(values, expected)
@@ -39,14 +39,14 @@ def test_top_k_and_log_sum_exp(interpret, kind, n, k):
     np.testing.assert_array_equal(np.asarray(ids)[finite], np.asarray(order)[finite])
     assert np.all((np.asarray(ids) >= 0) & (np.asarray(ids) < n))
     np.testing.assert_allclose(lse, jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
+    np.testing.assert_array_equal(lp, values - lse[:, None])
 
 
 @pytest.mark.parametrize("interpret", MODES)
 def test_rows_without_a_distribution_have_no_finite_log_probability(interpret):
     x = np.zeros((3, 700), np.float32)
     x[0, 300], x[1], x[2, 5] = np.nan, -np.inf, np.inf
-    values, ids, lse = top_k(jnp.asarray(x), 4, interpret=interpret)
-    lp = values - lse[:, None]
+    _, ids, _, lp = top_k(jnp.asarray(x), 4, interpret=interpret)
     assert not jnp.any(jnp.isfinite(lp[:, 0]))
     assert np.all((np.asarray(ids) >= 0) & (np.asarray(ids) < 700))
 
@@ -87,5 +87,9 @@ def test_gpus_use_the_kernels(kind):
 
 @pytest.mark.skipif(not aot.available(), reason="full compiles need jax[cuda13]")
 @pytest.mark.parametrize("kind", aot.TARGETS)
-def test_fits_the_device(kind):
-    aot.compile_for(kind, build, *K2)
+@pytest.mark.parametrize("limited", [False, True])
+def test_fits_the_device(kind, limited):
+    limits = (jax.ShapeDtypeStruct((2,), jnp.int32),) if limited else ()
+    aot.compile_for(
+        kind, lambda logits, roots, *limits: build(logits, roots, budgets=limits[0] if limits else None), *K2, *limits
+    )
