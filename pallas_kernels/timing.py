@@ -35,7 +35,7 @@ def loops_here() -> int:
     return LOOPS_ON_GPU if jax.default_backend() == "gpu" else 1
 
 
-def several_calls(op: Callable[..., Any], loops: int | None = None) -> Callable[..., Any]:
+def several_calls(op: Callable[..., Any], loops: int | None = None) -> jax.stages.Wrapped:
     """`f(shared, inputs)`: op(*shared, *one) for each of `inputs`, in one compiled program, `loops` times over.
 
     Many calls with inputs of their own amortise the launch of the program, replay as one command buffer, and keep

@@ -38,5 +38,9 @@ class Block(nnx.Module):
         attended, rows = self.self_attn(self.input_layernorm(x), rows, step)
         x = x + parallel.total(attended, self.attention_axes)
         normed = self.post_attention_layernorm(x)
-        moved, routing = self.mlp(normed) if self.is_moe else (self.mlp(normed), None)
+        routing = None
+        if isinstance(self.mlp, MLP | FusedMLP):
+            moved = self.mlp(normed)
+        else:
+            moved, routing = self.mlp(normed)
         return x + parallel.total(moved, self.mlp_axes), rows, routing

@@ -121,8 +121,9 @@ def _packed(gate: Int4, up: Int4, down: Int4) -> PackedExperts:
             f"gate_proj, up_proj and down_proj of the experts have group sizes {gate.group_size}, {up.group_size} and "
             f"{down.group_size}: quantise all with one"
         )
-    arrays = [a for m in (gate, up, down) for a in (m.packed, m.scale)]
-    return PackedExperts(*arrays, gate.group_size)
+    return PackedExperts(
+        gate.packed, gate.scale, up.packed, up.scale, down.packed, down.scale, group_size=gate.group_size
+    )
 
 
 class TiledStack(nnx.Module):
@@ -132,7 +133,7 @@ class TiledStack(nnx.Module):
         self.runtime = runtime
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         shapes = (inner, hidden), (inner, hidden), (hidden, inner)
-        stacks = (ExpertMatrix(config, *shape, runtime).weight.get_value() for shape in shapes)
+        stacks: list[Any] = [ExpertMatrix(config, *shape, runtime).weight.get_value() for shape in shapes]
         self.tiles = nnx.Param(tile(*stacks))
 
     def __call__(

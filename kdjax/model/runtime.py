@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -114,11 +114,6 @@ def settled(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> RuntimeSe
 def runtime_of(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> Runtime:
     """Raises KdjaxError like `settled` and `Runtime`."""
     chosen = settled(section, mesh)
-    return Runtime(
-        compute_dtype=chosen.compute_dtype,
-        cache_dtype=chosen.cache_dtype,
-        backend=chosen.backend,
-        expert_weights=chosen.expert_weights,
-        layout=chosen.layout,
-        mesh=mesh,
-    )
+    names = ("compute_dtype", "cache_dtype", "backend", "expert_weights", "layout")
+    fields: dict[str, Any] = {name: getattr(chosen, name) for name in names}
+    return Runtime(**fields, mesh=mesh)

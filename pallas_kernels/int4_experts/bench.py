@@ -124,7 +124,10 @@ class Case:
         """float32 results of the first and the last token of the last input."""
         x, indices, weights = self.inputs[-1]
         return {
-            t: sum(weights[t, k] * _one_expert(experts, indices[t, k], x[t]) for k in range(self.shape.top_k))
+            t: sum(
+                (weights[t, k] * _one_expert(experts, indices[t, k], x[t]) for k in range(self.shape.top_k)),
+                jnp.zeros(()),
+            )
             for t in (0, self.tokens - 1)
         }
 
@@ -162,7 +165,7 @@ def rows(
     jobs += [functools.partial(study.compile, case) for case in yardsticks if study]
     for case in cases:
         case.inputs  # noqa: B018 - made here and not by all threads
-    programs = timing.compile_all(jobs, threads=threads)
+    programs: list[Any] = timing.compile_all(jobs, threads=threads)
     if failure := next((p for p in programs if isinstance(p, Exception)), None):
         raise failure
     theirs = dict(zip(yardsticks, programs[len(cases) :], strict=True))

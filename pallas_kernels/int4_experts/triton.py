@@ -107,6 +107,7 @@ def int4_experts(
         h = _swiglu(gate, up).astype(jnp.bfloat16)
         splits = 1
     steps = tile.steps if narrow else 1
+    summed: dict[str, Any] = {"splits": splits} if narrow else {}
     rows = run(
         _down_group_narrow_kernel if narrow else _down_group_kernel,
         (row_blocks // steps, programs),
@@ -115,7 +116,7 @@ def int4_experts(
         (h, *down, flat_weights, *tables),
         blocks=_blocks_of(experts.down_words),
         lookup=functools.partial(lookup, group=config.gate_up.tokens),
-        **({"splits": splits} if narrow else {}),
+        **summed,
     )
     rows = rows[:, :width].reshape(tokens, top_k, width).astype(jnp.float32)
     ours = (indices >= 0) & (indices < experts.experts)  # nobody wrote the rows of the others

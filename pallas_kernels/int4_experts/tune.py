@@ -29,7 +29,16 @@ import numpy as np
 from pallas_kernels import timing
 from pallas_kernels.device import device_kind
 from pallas_kernels.int4_experts.bench import EXPERTS, HIDDEN, TOKENS, TOP_K, WIDTHS, Case, Shape, error
-from pallas_kernels.int4_experts.config import TABLES, Config, Tile, choose, device_table, from_json, table_name
+from pallas_kernels.int4_experts.config import (
+    TABLES,
+    Config,
+    Grouping,
+    Tile,
+    choose,
+    device_table,
+    from_json,
+    table_name,
+)
 from pallas_kernels.int4_experts.layout import TiledExperts, padded
 from pallas_kernels.int4_experts.triton import NARROW
 from pallas_kernels.int4_experts.workload import random_experts
@@ -77,13 +86,14 @@ def down_candidates(case: Case, base: Config) -> Iterator[Config]:
         yield dataclasses.replace(base, down_form=form, down=down)
 
 
-def _groupings(case: Case) -> Sequence[str]:
+def _groupings(case: Case) -> list[Grouping]:
     assignments = case.tokens * case.shape.top_k
-    return [
-        name
-        for name, fits in (("row", assignments <= 160), ("scan", 24 < assignments <= 528), ("align", assignments > 128))
-        if fits
-    ]
+    fits: dict[Grouping, bool] = {
+        "row": assignments <= 160,
+        "scan": 24 < assignments <= 528,
+        "align": assignments > 128,
+    }
+    return [name for name, possible in fits.items() if possible]
 
 
 def _token_tiles(density: float) -> Sequence[int]:

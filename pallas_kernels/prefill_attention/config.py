@@ -26,7 +26,7 @@ class Config:
 
 @functools.cache
 def _tables() -> dict[str, list[dict]]:
-    return json.loads((resources.files(__package__) / "tuned.json").read_text(encoding="utf-8"))
+    return json.loads((resources.files("pallas_kernels.prefill_attention") / "tuned.json").read_text(encoding="utf-8"))
 
 
 def choose(device_kind: str, dtype: jnp.dtype, query_rows: int) -> Config:

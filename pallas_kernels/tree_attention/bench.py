@@ -95,7 +95,8 @@ def study_program(folder: Path, case: Case, data: Data) -> tuple[Callable[..., A
     """The kernel of an independent study (module `ta`), with the settings that were best there, on the same data."""
     sys.path.insert(0, str(folder))
     ta = importlib.import_module("ta")
-    rows, config = case.heads * case.tokens, dict(BM=64, BN=64, num_stages=2, num_warps=8, var="if2")
+    rows = case.heads * case.tokens
+    config: dict[str, Any] = dict(BM=64, BN=64, num_stages=2, num_warps=8, var="if2")
     if case.prefix <= 2**13 and case.streams == 1:
         config["var"] = "if2one"
     if rows <= 16:
