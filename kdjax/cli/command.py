@@ -13,6 +13,7 @@ from kdjax.cli.interrupt import Interrupt
 from kdjax.errors import KdjaxError
 
 VERBS = {
+    "bench": "measure kernels and whole decode steps",
     "bundle": "make and check golden bundles",
     "compare": "two runs of an experiment, with confidence intervals",
     "generate": "continue prompts with speculative decoding",

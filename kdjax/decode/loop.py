@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kdjax import tree as ddtree
 from kdjax.config import ModelConfig, Sampling
 from kdjax.config.decode import Mode
-from kdjax.config.mesh import Axes
+from kdjax.config.mesh import Axes, MeshConfig
 from kdjax.decode import budgeting
 from kdjax.decode.budgeting import CostAware
 from kdjax.decode.drafting import Drafting, Params
@@ -47,7 +47,7 @@ class Program:
     sampling: Sampling
     drafting: Drafting | None
     mesh: Mesh | None = None
-    """The devices of `runtime.mesh`; None is one device."""
+    """The devices of `runtime.mesh`; None is one device. `kdjax.sharding.alone` of it runs one device's share."""
     policy: CostAware | None = None
     """How many of the drafted nodes a round verifies; None is all of them."""
 
@@ -64,6 +64,11 @@ class Program:
     def vocabulary_axes(self) -> Axes:
         return self.runtime.mesh.model_axes
 
+    @property
+    def cuts(self) -> MeshConfig:
+        """How the arrays at hand are to be cut: like `runtime.mesh`, unless they are one device's share already."""
+        return self.runtime.mesh if self.mesh is None else MeshConfig(**self.mesh.shape)
+
     def empty_state(self, slots: int, capacity: int) -> DecodeState:
         """All slots free, with room for `capacity` tokens each; arrays are whole, whatever the mesh."""
         mesh = self.runtime.mesh
@@ -78,17 +83,16 @@ class Program:
         Raises:
             KdjaxError: the mesh cannot cut one of them evenly.
         """
-        mesh, drafting = self.runtime.mesh, self.drafting
-        drafter = params.drafter
+        drafting, drafter = self.drafting, params.drafter
         if drafting is not None and drafter is not None:
-            drafter = partition(drafter, drafting.param_rules, mesh)
-        return Params(target_specs(params.target, self.model, mesh), drafter)
+            drafter = partition(drafter, drafting.param_rules, self.cuts)
+        return Params(target_specs(params.target, self.model, self.runtime.mesh, self.cuts), drafter)
 
     def state_specs(self, state: DecodeState) -> DecodeState:
         """`param_specs` for the state."""
-        mesh, drafting = self.runtime.mesh, self.drafting
-        rules = state_rules(kv_cache_rules(mesh), () if drafting is None else drafting.state_rules)
-        return partition(state, rules, mesh)
+        drafting = self.drafting
+        rules = state_rules(kv_cache_rules(self.runtime.mesh), () if drafting is None else drafting.state_rules)
+        return partition(state, rules, self.cuts)
 
 
 class Admission(NamedTuple):
@@ -327,9 +331,16 @@ def observed_round(program: Program, params: Params, state: DecodeState) -> tupl
 def finish_round(program: Program, params: Params, state: DecodeState, tree: ddtree.Tree) -> tuple[DecodeState, Round]:
     """Verify, accept, commit."""
     out, logits = verify(program, params, state, tree)
-    posterior = _choose(program, logits, tree.positions(state.cache.lengths), state.seed)
-    accepted = ddtree.accept(tree, posterior, program.depth)
+    posterior, accepted = accept(program, state, tree, logits)
     return commit(program, params, state, out, posterior, accepted), Round(tree, accepted, out.routing)
+
+
+def accept(
+    program: Program, state: DecodeState, tree: ddtree.Tree, logits: Float[Array, "slots rows vocab"]
+) -> tuple[Int[Array, "slots rows"], ddtree.Acceptance]:
+    """The target's token after each row, and the path on which the tree agrees with it."""
+    posterior = _choose(program, logits, tree.positions(state.cache.lengths), state.seed)
+    return posterior, ddtree.accept(tree, posterior, program.depth)
 
 
 def commit(

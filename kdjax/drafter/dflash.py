@@ -162,7 +162,7 @@ def features(
     """hidden_norm(fc(taps)), which every layer reads without its input_layernorm."""
     drafter = nnx.merge(_split(config, runtime)[0], params)
     own = drafter.fc(taps.astype(runtime.dtype))
-    return drafter.hidden_norm(parallel.gather_last(own, runtime.mesh.drafter_axes))
+    return drafter.hidden_norm(parallel.gather_last(own, runtime.mesh.drafter_axes, config.hidden_size))
 
 
 def context(

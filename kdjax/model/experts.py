@@ -184,11 +184,17 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
         """The result, and the routed experts of each token."""
         tokens = x.reshape(-1, x.shape[-1])
-        indices, weights = self.gate(tokens)
-        y = self.experts(tokens, *self._own(indices, weights))
+        y, indices = self.routed(tokens)
         if self.shared_experts is not None:
             y = y + self._once(self.shared_experts(tokens))
         return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)
+
+    def routed(
+        self, tokens: Float[Array, "tokens hidden"]
+    ) -> tuple[Float[Array, "tokens hidden"], Int32[Array, "tokens top_k"]]:
+        """The part of the routed experts, and which those are."""
+        indices, weights = self.gate(tokens)
+        return self.experts(tokens, *self._own(indices, weights)), indices
 
     def _own(
         self, indices: Int32[Array, "tokens top_k"], weights: Float32[Array, "tokens top_k"]

@@ -128,27 +128,11 @@ def forward(
     """
     if bad := [i for i in taps if not 0 <= i < config.num_hidden_layers]:
         raise KdjaxError(f"tap layers {bad} do not exist: the model has layers 0 to {config.num_hidden_layers - 1}")
-    model = nnx.merge(_split(config, runtime)[0], params)
+    model = modules(params, config, runtime)
     if ancestors is not None and n_valid is not None:
         valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < n_valid[:, None]
         ancestors = ancestors & valid[:, None, :]
-    inv_freq = rope.inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
-    cos, sin = rope.cos_sin(positions, inv_freq, rope.amplitude(config.rope_scaling))
-    mesh = runtime.mesh
-    own_lengths = sequence.own_lengths(cache.lengths, mesh.cache_axes)
-    ancestors = sequence.own_ancestors(ancestors, cache.lengths, tokens.shape[1], mesh.cache_axes)
-    plan = tree_attention.plan(
-        own_lengths,
-        ancestors,
-        q=tokens.shape[1],
-        heads=config.num_attention_heads // mesh.size(mesh.model_axes) * mesh.size(mesh.cache_axes),
-        cache_rows=cache.rows,
-        dtype=runtime.dtype,
-        cache_dtype=cache.latent[0].dtype,
-        backend=runtime.backend,
-    )
-    step = Step(cos, sin, cache.lengths, own_lengths, ancestors, plan)
-
+    step = shared_step(config, positions, cache, ancestors, runtime)
     x = embed(params, tokens, runtime)
     latent, routing, tapped = [], [], {}
     for i, block in enumerate(model.layers):
@@ -161,6 +145,37 @@ def forward(
             tapped[i] = x
     tap_features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else x[..., :0]
     return Forward(model.norm(x), tap_features, KVCache(tuple(latent), cache.lengths), tuple(routing))
+
+
+def modules(params: Params, config: ModelConfig, runtime: Runtime) -> K2:
+    """The model's modules around `params`, for one trace."""
+    return nnx.merge(_split(config, runtime)[0], params)
+
+
+def shared_step(
+    config: ModelConfig,
+    positions: Int32[Array, "slots q"],
+    cache: KVCache,
+    ancestors: Bool[Array, "slots q q"] | None,
+    runtime: Runtime,
+) -> Step:
+    """What all layers share in a forward over tokens at `positions`; arguments as those of `forward`."""
+    inv_freq = rope.inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
+    cos, sin = rope.cos_sin(positions, inv_freq, rope.amplitude(config.rope_scaling))
+    mesh, q = runtime.mesh, positions.shape[1]
+    own_lengths = sequence.own_lengths(cache.lengths, mesh.cache_axes)
+    ancestors = sequence.own_ancestors(ancestors, cache.lengths, q, mesh.cache_axes)
+    plan = tree_attention.plan(
+        own_lengths,
+        ancestors,
+        q=q,
+        heads=config.num_attention_heads // mesh.size(mesh.model_axes) * mesh.size(mesh.cache_axes),
+        cache_rows=cache.rows,
+        dtype=runtime.dtype,
+        cache_dtype=cache.latent[0].dtype,
+        backend=runtime.backend,
+    )
+    return Step(cos, sin, cache.lengths, own_lengths, ancestors, plan)
 
 
 def embed(params: Params, tokens: Int32[Array, "*lead"], runtime: Runtime) -> Float[Array, "*lead hidden"]:

@@ -26,6 +26,13 @@ def index(axes: Axes) -> Int32[Array, ""]:
     return lax.axis_index(axes).astype(jnp.int32) if axes else jnp.zeros((), jnp.int32)
 
 
-def gather_last(x: Shaped[Array, "*lead part"], axes: Axes) -> Shaped[Array, "*lead whole"]:
-    """The parts side by side along the last dimension: one all-gather."""
-    return lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) if axes else x
+def gather_last(x: Shaped[Array, "*lead part"], axes: Axes, whole: int | None = None) -> Shaped[Array, "*lead whole"]:
+    """The parts side by side along the last dimension: one all-gather.
+
+    `whole` is the width that the parts make. Where one device runs its share alone (`kdjax.sharding.alone`), its part
+    stands for all of them.
+    """
+    if not axes:
+        return x
+    gathered = lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True)
+    return gathered if whole is None else jnp.tile(gathered, whole // gathered.shape[-1])

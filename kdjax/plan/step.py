@@ -12,6 +12,8 @@ from kdjax.config.mesh import DeviceConfig
 from kdjax.plan.memory import RUNTIME, Memory, Workload
 
 TRIALS = 1000
+DRAFT_READS = ("drafter", "lm_head_again", "drafter_cache")
+"""The components of `Step.reads` that are read for the draft."""
 
 
 class Step(NamedTuple):
@@ -32,6 +34,11 @@ class Step(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(self.reads.values())
+
+    @property
+    def verify_bytes(self) -> int:
+        """Those of the verify forward alone."""
+        return sum(size for name, size in self.reads.items() if name not in DRAFT_READS)
 
     def floor_ms(self, device: DeviceConfig) -> float:
         """No implementation is faster than reading every needed byte once."""
@@ -66,8 +73,10 @@ def busiest(config: ModelConfig, tokens: int, parts: int) -> float:
     return float(np.mean(most))
 
 
-def step(pair: ModelPair, mesh: MeshConfig, workload: Workload, held: Memory) -> Step:
-    """What a round reads of what the devices hold (`held`).
+def step(
+    pair: ModelPair, mesh: MeshConfig, workload: Workload, held: Memory, experts_read: float | None = None
+) -> Step:
+    """What a round reads of what the devices hold (`held`); `experts_read` where it is known, not expected.
 
     Every weight once but for the rows of embed_tokens, and of the routed experts those chosen; all committed cache
     rows once per forward; for the draft, its weights, lm_head again and its visible context.
@@ -75,7 +84,9 @@ def step(pair: ModelPair, mesh: MeshConfig, workload: Workload, held: Memory) ->
     target, drafter = pair.target, pair.drafter
     tokens, drafting = workload.tokens, drafter is not None and workload.budget > 0
     distinct = distinct_experts(target, tokens)
-    read = busiest(target, tokens, mesh.expert) if mesh.expert > 1 else distinct
+    read = experts_read
+    if read is None:
+        read = busiest(target, tokens, mesh.expert) if mesh.expert > 1 else distinct
     here = target.n_routed_experts // mesh.expert
     reads = {name: held.target[name] for name in held.target if name not in ("embed_tokens", "routed_experts")}
     reads["routed_experts"] = round(held.target.get("routed_experts", 0) * read / here)

@@ -12,6 +12,15 @@ from kdjax.config.mesh import AXES, MeshConfig
 from kdjax.errors import KdjaxError
 
 
+def alone(device: Any) -> Mesh:
+    """A mesh of one device with the axes of every mesh, on which it runs its share of a larger one by itself.
+
+    In a `kdjax.decode.loop.Program` whose runtime has the larger mesh, the device does all its work there but the
+    exchanges: sums are its own part, and candidates of other devices are not merged. For measuring, not for text.
+    """
+    return jax.make_mesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=[device])
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over the first `config.devices` of `devices` (default: all that JAX sees, of every process).
 

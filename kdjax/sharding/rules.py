@@ -86,6 +86,17 @@ def _uncuttable(path: str, shape: tuple[int, ...], rule: Rule, mesh: MeshConfig)
     return found
 
 
+def share(tree: Any, specs: Any, mesh: MeshConfig) -> Any:
+    """The shape structs of the part that one device of `mesh` holds of `tree` (arrays or shape structs)."""
+
+    def part(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        cuts = [mesh.size((axes,) if isinstance(axes, str) else axes or ()) for axes in spec]
+        cuts += [1] * (len(leaf.shape) - len(cuts))
+        return jax.ShapeDtypeStruct(tuple(n // cut for n, cut in zip(leaf.shape, cuts, strict=True)), leaf.dtype)
+
+    return jax.tree.map(part, tree, specs)
+
+
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """The same tree of `NamedSharding`."""
     return jax.tree.map(

@@ -111,14 +111,16 @@ def draft_cache_rules(mesh: MeshConfig) -> tuple[Rule, ...]:
     return Rule("k.*", heads), Rule("v.*", heads)
 
 
-def target_specs(params: Any, config: ModelConfig, mesh: MeshConfig) -> Any:
+def target_specs(params: Any, config: ModelConfig, mesh: MeshConfig, cuts: MeshConfig | None = None) -> Any:
     """PartitionSpecs of the target's params (arrays, or `kdjax.model.k2.abstract_params`).
+
+    `cuts` says into how many parts these arrays are to be cut, where that is not what `mesh` says.
 
     Raises:
         KdjaxError: a dimension that the mesh cannot cut evenly; see `partition`.
     """
     tiled = any("tiles" in layer["mlp"].get("experts", ()) for layer in params["layers"].values())
-    return partition(params, target_rules(config, mesh, tiled=tiled), mesh)
+    return partition(params, target_rules(config, mesh, tiled=tiled), cuts or mesh)
 
 
 def drafter_specs(params: Any, config: DrafterConfig, mesh: MeshConfig) -> Any:

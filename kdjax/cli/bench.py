@@ -1,0 +1,175 @@
+"""Measure kernels and whole decode steps on the devices at hand.
+
+`step` times a round of speculative decoding and its stages with random weights made on the device; the other benches
+take the options of their modules, which `kdjax bench NAME --help` lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kdjax.cli import options
+from kdjax.cli.interrupt import Interrupt
+from kdjax.cli.start import configure_jax
+from kdjax.config import Cluster, ModelPair, load
+from kdjax.errors import KdjaxError
+
+KERNELS = {
+    "moe": ("pallas_kernels.int4_experts.bench", "a layer of routed INT4 experts"),
+    "attention": ("pallas_kernels.tree_attention.bench", "attention of a draft tree over a cached context"),
+    "prefill": ("pallas_kernels.prefill_attention.bench", "attention of a prompt's chunk"),
+    "tree": ("kdjax.tree.bench", "building draft trees"),
+}
+ANYWHERE = ("tree",)
+PARTS = ("round", "verify", "stages", "components", "trace")
+TREE_ROWS = 64
+"""Rows of a verify forward up to which one number of tokens means one stream."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="step|gaps|" + "|".join(KERNELS), required=True)
+    step = actions.add_parser(
+        "step", help="a round of decoding, its stages, and how near its floor it is", allow_abbrev=False
+    )
+    step.add_argument("model", type=Path, metavar="MODEL", help="configs/models/NAME.toml")
+    where = step.add_mutually_exclusive_group()
+    where.add_argument(
+        "--rank-of", type=Path, metavar="FILE", help="mesh file: one device's share of it, its exchanges left out"
+    )
+    where.add_argument("--mesh", type=Path, metavar="FILE", help="mesh file: on all its devices; default one device")
+    step.add_argument("--context", type=options.at_least(1), default=4096, metavar="N", help="default %(default)s")
+    step.add_argument(
+        "--tokens",
+        type=_workload,
+        nargs="+",
+        default=[(1, 1), (1, 8), (1, 32), (10, 8)],
+        metavar="N",
+        help="tokens of a verify forward, STREAMSxTOKENS for several streams; above 64, N means streams of 8; "
+        "default 1 8 32 10x8",
+    )
+    step.add_argument("--layers", type=options.at_least(1), metavar="N", help="target layers, default as configured")
+    step.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but trace")
+    step.add_argument(
+        "--component-layers",
+        type=options.at_least(1),
+        default=8,
+        metavar="N",
+        help="layers from which the parts of a verify forward are scaled up, default %(default)s",
+    )
+    step.add_argument("--trace", type=Path, metavar="DIR", help="profile some rounds; for the part trace")
+    step.add_argument("--backend", choices=("triton", "xla", "interpret"), help="kernels; default triton on a GPU")
+    step.add_argument(
+        "--seconds", type=options.at_least(1), default=3600, metavar="N", help="start no measurement after this long"
+    )
+    step.add_argument("--threads", type=options.at_least(1), default=16, metavar="N", help="programs compiled at once")
+    step.add_argument("--smoke", action="store_true", help="a hundredth of the model, to try the measurement itself")
+    step.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, written after every measurement")
+    step.set_defaults(action=_step)
+
+    gaps = actions.add_parser("gaps", help="where a profiled GPU waited: its largest gaps", allow_abbrev=False)
+    gaps.add_argument("trace", type=Path, metavar="DIR", help="folder of a profile")
+    gaps.add_argument("--largest", type=options.at_least(1), default=10, metavar="N", help="default %(default)s")
+    gaps.set_defaults(action=_gaps)
+
+    for name, (module, summary) in KERNELS.items():
+        # No option is this parser's own: all of them go to the module.
+        kernel = actions.add_parser(name, help=summary, add_help=False, prefix_chars="\0")
+        kernel.add_argument("arguments", nargs=argparse.REMAINDER)
+        kernel.set_defaults(action=_kernel, bench=name, module=module)
+
+
+def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
+    return args.action(args)
+
+
+def _kernel(args: argparse.Namespace) -> int:
+    configure_jax(compilation_cache=False)
+    import jax
+
+    asks = {"-h", "--help", "interpret", "--backend=interpret"} & set(args.arguments)
+    if jax.default_backend() != "gpu" and args.bench not in ANYWHERE and not asks:
+        raise KdjaxError(
+            f"kdjax bench {args.bench} measures a GPU and JAX sees only {jax.default_backend()}: run it there"
+        )
+    try:
+        importlib.import_module(args.module).main(args.arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def _gaps(args: argparse.Namespace) -> int:
+    from kdjax.bench import trace
+
+    for device in trace.idle(args.trace, args.largest):
+        print(*trace.lines(device), sep="\n")
+    return 0
+
+
+def _step(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.seconds
+    if "trace" in args.parts and args.trace is None:
+        raise KdjaxError("--parts trace needs a folder: give --trace DIR")
+    file = args.rank_of or args.mesh
+    pair, cluster = load(ModelPair, args.model), load(Cluster, file) if file else None
+    configure_jax(compilation_cache=True)
+    import jax
+
+    from kdjax.bench import step
+    from kdjax.bench.subject import Subject, hundredth
+    from kdjax.checkpoint.synth import shorten
+    from kdjax.config import ONE_DEVICE
+    from kdjax.plan import Workload
+    from pallas_kernels import timing
+
+    if args.smoke:
+        pair = hundredth(pair)
+    if args.layers:
+        target, drafter = shorten(pair.target, pair.drafter, args.layers)
+        pair = ModelPair(target=target, drafter=drafter)
+    mesh = cluster.mesh if cluster else ONE_DEVICE
+    backend = args.backend or ("triton" if jax.default_backend() == "gpu" else "xla")
+    subject = Subject.of(pair, mesh, backend, jax.devices(), rank=args.rank_of is not None)
+    device = cluster.device if cluster else None
+    workloads = [Workload(args.context, streams, rows - 1) for streams, rows in args.tokens]
+    header: dict[str, Any] = {
+        **timing.device_facts(),
+        "subject": f"one rank's share of {mesh.devices} devices, alone" if subject.rank_of else "the whole model",
+        "weights": "random, made on the device",
+        "model": args.model.stem + (" (smoke)" if args.smoke else ""),
+        "layers": pair.target.num_hidden_layers,
+        "mesh": msgspec.to_builtins(mesh),
+        "backend": backend,
+    }
+    old = step.kept_rows(args.out, header)
+    settings = step.Settings(
+        tuple(args.parts), args.component_layers, args.threads, args.trace if "trace" in args.parts else None
+    )
+    if args.smoke:
+        settings = settings._replace(ms=1.0, repetitions=1, ceiling_bytes=2**22)
+    for rows, case, stage, ms in step.measure(subject, workloads, device, settings, deadline):
+        timing.write_rows(args.out, step.merged(old, rows), **header)
+        print(f"{case} tokens: {stage} {ms:.4f} ms", file=sys.stderr, flush=True)
+        for device_idle in rows[-1].get("idle", ()):
+            print(f"{device_idle['device']}: idle {device_idle['idle_fraction']:.1%}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _workload(text: str) -> tuple[int, int]:
+    """Streams, and rows of each in a verify forward."""
+    streams, cross, rows = text.rpartition("x")
+    if rows.isdecimal() and (streams.isdecimal() if cross else not streams):
+        each, total = int(rows), int(rows)
+        found = (int(streams), each) if cross else (1, each) if total <= TREE_ROWS else (total // 8, 8)
+        if found[0] >= 1 and found[1] >= 1 and (cross or found[0] * found[1] == total):
+            return found
+    raise argparse.ArgumentTypeError(
+        f"expected tokens such as 8, or STREAMSxTOKENS such as 10x8, above {TREE_ROWS} a multiple of 8, not {text!r}"
+    )
