@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +46,7 @@ class Work:
     """[MoE layers, slots, rows, top_k]: experts of the last verify forward; None without MoE layers."""
 
 
-class Stage(Protocol):
-    def __call__(
-        self, program: loop.Program, params: Params, state: DecodeState, work: Work
-    ) -> tuple[DecodeState, Work]: ...
+Stage = Callable[[loop.Program, Params, DecodeState, Work], tuple[DecodeState, Work]]
 
 
 def never(x: jax.Array) -> jax.Array:
@@ -180,7 +178,7 @@ def repeat(
 
     if program.mesh is None:
         return on_device(params, state, work, times)
-    specs = program.state_specs(state), work_specs(program, work)
+    specs = program.state_specs(state), work_specs(program)
     return jax.shard_map(
         on_device,
         mesh=program.mesh,
@@ -190,11 +188,11 @@ def repeat(
     )(params, state, work, times)
 
 
-def work_specs(program: loop.Program, work: Work) -> Work:
-    specs = jax.tree.map(lambda _: PartitionSpec(), work)
-    vocabulary = PartitionSpec(None, None, program.vocabulary_axes or None)
-    drafted = None if work.draft_logits is None else vocabulary
-    return dataclasses.replace(specs, logits=vocabulary, draft_logits=drafted)
+def work_specs(program: loop.Program) -> Work:
+    """A tree prefix: the PartitionSpecs of the fields of `Work`."""
+    whole, vocabulary = PartitionSpec(), PartitionSpec(None, None, program.vocabulary_axes or None)
+    specs = {field.name: whole for field in dataclasses.fields(Work)}
+    return Work(**(specs | {"logits": vocabulary, "draft_logits": vocabulary}))
 
 
 def make_work(program: loop.Program, streams: int, key: jax.Array) -> Work:

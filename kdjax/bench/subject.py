@@ -200,11 +200,11 @@ def _maker(mesh: Mesh | None, structure: Any, values: tuple[_Value, ...]) -> Cal
 
 def hundredth(pair: ModelPair) -> ModelPair:
     """A model of the same structure with small matrices, for trying a measurement; cut up to eight ways."""
-    layers, window = min(3, pair.target.num_hidden_layers), 64
+    layers, window = min(2, pair.target.num_hidden_layers), 64
     target, drafter = shorten(pair.target, pair.drafter, layers)
     alike: dict[str, Any] = {
-        "vocab_size": 2048,
-        "hidden_size": 256,
+        "vocab_size": 1024,
+        "hidden_size": 128,
         "num_attention_heads": 16,
         "intermediate_size": 256,
     }
@@ -217,8 +217,8 @@ def hundredth(pair: ModelPair) -> ModelPair:
         qk_rope_head_dim=8,
         v_head_dim=16,
         moe_intermediate_size=1024,
-        n_routed_experts=16,
-        num_experts_per_tok=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
     )
     if drafter is not None:
         small: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 16, "mask_token_id": alike["vocab_size"] - 1}
