@@ -57,7 +57,7 @@ def test_a_rank_is_measured_in_several_runs(tmp_path, capsys):
     assert "2x2 tokens: round " in err and "2x2 tokens: lm_head " in err
     other = ["--mesh", str(CONFIGS / "meshes" / "cpu8.toml"), "--tokens", "1"]
     assert main(["bench", "step", K26, "--out", str(out), *CPU, *other]) == 2
-    assert "was measured with another subject: give another --out" in capsys.readouterr().err
+    assert "was measured with another subject, mesh: give another --out" in capsys.readouterr().err
 
 
 @pytest.mark.full
