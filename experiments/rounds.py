@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from kdjax.decode import Decoder, Request, loop
-from kdjax.decode.decoder import admit
+from kdjax.decode.programs import admit
 from kdjax.decode.state import DecodeState, Reason
 
 

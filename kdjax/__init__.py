@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kdjax.bundled import bundled_model
     from kdjax.checkpoint import Drafter, Target, load_drafter, load_target
-    from kdjax.decode import Commit, Completion, DecodeConfig, Decoder, Request
+    from kdjax.decode import Commit, Completion, DecodeConfig, Decoder, Engine, Request, Stream
     from kdjax.errors import KdjaxError
     from kdjax.model.runtime import CPU_EXACT, GPU, Runtime
     from kdjax.tokenizer import Tokenizer
@@ -24,9 +24,11 @@ __all__ = [
     "DecodeConfig",
     "Decoder",
     "Drafter",
+    "Engine",
     "KdjaxError",
     "Request",
     "Runtime",
+    "Stream",
     "Target",
     "Tokenizer",
     "bundled_model",
@@ -37,7 +39,7 @@ __all__ = [
 _HOMES = {
     "kdjax.bundled": ("bundled_model",),
     "kdjax.checkpoint": ("Drafter", "Target", "load_drafter", "load_target"),
-    "kdjax.decode": ("Commit", "Completion", "DecodeConfig", "Decoder", "Request"),
+    "kdjax.decode": ("Commit", "Completion", "DecodeConfig", "Decoder", "Engine", "Request", "Stream"),
     "kdjax.errors": ("KdjaxError",),
     "kdjax.model.runtime": ("CPU_EXACT", "GPU", "Runtime"),
     "kdjax.tokenizer": ("Tokenizer",),

@@ -13,4 +13,6 @@ from kdjax.decode.decoder import Decoder as Decoder
 from kdjax.decode.drafting import DFlash as DFlash
 from kdjax.decode.drafting import Drafting as Drafting
 from kdjax.decode.drafting import Params as Params
+from kdjax.decode.engine import Engine as Engine
+from kdjax.decode.engine import Stream as Stream
 from kdjax.decode.request import Request as Request

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Statistics(NamedTuple):

@@ -22,11 +22,11 @@ class Trace:
 
     def __init__(self, decoder: Decoder, requests: list[Request], draft_logits: bool = False):
         program, params = decoder.program, decoder.params
-        capacity = decoder._capacity(len(requests[0].prompt_ids) + requests[0].max_new_tokens)
-        state = decoder._empty(capacity)
-        compiled = decoder._compile(capacity, state)
+        capacity = decoder.capacity_for(len(requests[0].prompt_ids) + requests[0].max_new_tokens)
+        state = decoder.empty(capacity)
+        compiled = decoder.compiled(capacity, state)
         for slot, request in enumerate(requests):
-            state, report = decoder._prefill(compiled, state, slot, request)
+            state, report = decoder.prefill(compiled, state, slot, request)
         look = jax.jit(functools.partial(self.look, program))
         self.rounds = [[] for _ in requests]
         before = np.asarray(report.accepted_by_depth)

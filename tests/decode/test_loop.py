@@ -28,11 +28,11 @@ def decoder() -> Decoder:
 
 
 def after_prefill(decoder: Decoder, prompts: list[tuple[int, ...]], **request):
-    state = decoder._empty(64)
-    compiled = decoder._compile(64, state)
+    state = decoder.empty(64)
+    compiled = decoder.compiled(64, state)
     for slot, prompt in enumerate(prompts):
         one = Request(prompt_ids=prompt, max_new_tokens=request.get("max_new_tokens", 20), **request.get("more", {}))
-        state, _ = decoder._prefill(compiled, state, slot, one)
+        state, _ = decoder.prefill(compiled, state, slot, one)
     return state
 
 
@@ -128,7 +128,7 @@ def test_finished_and_free_slots_stay_as_they_are(decoder):
     state = dataclasses.replace(state, reason=state.reason.at[0].set(int(Reason.STOP)))
     before = jax.tree.map(np.array, {k: getattr(state, k) for k in FIELDS} | {"lengths": state.cache.lengths})
     rows = np.array(state.cache.latent[0][0, :START])
-    compiled = decoder._compile(64, state)
+    compiled = decoder.compiled(64, state)
     stepped = jax.jit(loop.one_round, static_argnums=0)(decoder.program, decoder.params, state)
     after = {k: getattr(stepped, k) for k in FIELDS} | {"lengths": stepped.cache.lengths}
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, after))
@@ -143,7 +143,7 @@ FIELDS = ("bonus", "output", "emitted", "reason", "limit", "budget", "seed", "st
 def test_a_call_returns_as_soon_as_a_slot_is_free(decoder):
     state = after_prefill(decoder, [PROMPT, PROMPT[:3]])
     state = dataclasses.replace(state, limit=jnp.array([3, 20], jnp.int32))
-    compiled = decoder._compile(64, state)
+    compiled = decoder.compiled(64, state)
     state, report = compiled.decode(decoder.params, state, np.int32(50), np.int32(2))
     assert report.reason.tolist() == [Reason.LENGTH, Reason.RUNNING]
     assert 1 <= int(report.rounds[1]) <= 2
@@ -201,8 +201,8 @@ def test_prompt_that_fills_the_capacity_is_not_shifted():
 
 
 def lowered(decoder: Decoder):
-    state = decoder._empty(64)
-    return decoder._compile(64, state), state
+    state = decoder.empty(64)
+    return decoder.compiled(64, state), state
 
 
 def test_programs_have_no_host_traffic_and_reuse_the_state(decoder):

@@ -160,7 +160,7 @@ def test_a_split_drafter_drafts_the_same(own):
             vocabulary = P(None, None, program.vocabulary_axes or None)
             return loop.on_mesh(program, draft, params, state, taps, positions, n_valid, out_specs=lambda _: vocabulary)
 
-        drafts.append(np.asarray(jax.jit(spread)(decoder.params, decoder._empty(64))))
+        drafts.append(np.asarray(jax.jit(spread)(decoder.params, decoder.empty(64))))
     assert drafts[0].shape == (2, own_case.DEPTH, own_case.MODEL.vocab_size) and drafts[0].std() > 0.5
     DRAFTER.check(drafts[1], drafts[0])
 
@@ -168,8 +168,8 @@ def test_a_split_drafter_drafts_the_same(own):
 def test_the_program_gathers_neither_weights_nor_logits_and_copies_no_cache(own):
     """A full round with a split drafter: two all-reduces per layer and one per embedding, and small gathers."""
     decoder = drafting_decoder(own, MeshConfig(tensor=8))
-    state = decoder._empty(64)
-    decode = decoder._compile(64, state).decode
+    state = decoder.empty(64)
+    decode = decoder.compiled(64, state).decode
     text = decode.as_text()
     layers = own_case.MODEL.num_hidden_layers + own_case.DRAFTER.num_hidden_layers
     assert text.count(" all-reduce(") == 2 * layers + 2
