@@ -147,6 +147,7 @@ def mlp(
     for i in layers:
         part = blocks[i].mlp
         part = part.shared_experts if isinstance(part, MoE) else part
+        assert part is not None  # without shared experts there is nothing to measure
         x = x + part(blocks[i].post_attention_layernorm(x))
     return state, dataclasses.replace(work, hidden=x)
 

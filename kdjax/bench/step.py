@@ -89,9 +89,12 @@ def measure(
     cases = [_case(subject, workload, settings) for workload in workloads]
     jobs = [(case, name) for case in cases for name in case.stages]
     compiled = timing.compile_all([functools.partial(_compile, *job, params) for job in jobs], threads=settings.threads)
-    if failure := next((each for each in compiled if isinstance(each, Exception)), None):
-        raise failure
-    programs = {(case.workload, name): each for (case, name), each in zip(jobs, compiled, strict=True)}
+    programs: dict[tuple[Workload, str], Compiled] = {}
+    for (case, name), each in zip(jobs, compiled, strict=True):
+        if isinstance(each, Exception):
+            raise each
+        assert each is not None  # without a limit of time every job had its turn
+        programs[case.workload, name] = each
     ceiling = timing.read_ceiling(settings.ceiling_bytes)
     rows: list[dict[str, Any]] = []
     for case in cases:

@@ -66,7 +66,7 @@ def idle(folder: Path, largest: int = 10) -> list[Idle]:
     return found
 
 
-def idle_of(profile: ProfileData, largest: int) -> list[Idle]:
+def idle_of(profile: Any, largest: int) -> list[Idle]:
     return [
         waits(plane.name, events, largest)
         for plane in profile.planes
