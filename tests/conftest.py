@@ -1,5 +1,6 @@
 """Strict numerics and shape checks for the whole suite."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,6 +17,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hook = install_import_hook(["kdjax", "pallas_kernels"], "beartype.beartype")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Every compiled program keeps memory mapped; a process may have 65,530 mappings, and LLVM crashes at the limit."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
