@@ -2,9 +2,8 @@
 
 A block is 64 rows by 128 columns. A row of it is 32 words of 16 bits; nibble i of word c is column 32 i + c of the
 block, so that one nibble plane is 32 columns in their natural order under one scale. The blocks of 64 rows follow each
-other
-along the columns (the direction a program walks), gate and up side by side. Scales sit in pairs, bf16 in int32 words:
-word q of a row has those of planes 2q (low half) and 2q + 1 (high half).
+other along the columns (the direction a program walks), gate and up side by side. Scales sit in pairs, bf16 in int32
+words: word q of a row has those of planes 2q (low half) and 2q + 1 (high half).
 
 Rows and columns are padded with zeros to multiples of 128. Scales of groups larger than 32 are repeated.
 """
