@@ -31,6 +31,15 @@ from pallas_kernels import timing
 
 ACCEPTANCE = (1.0, 3.0, 4.5, 5.5)
 TRACED_ROUNDS = 8
+FLOOR = (
+    "read_ceiling_gb_s",
+    "distinct_experts_per_layer",
+    "distinct_experts_are",
+    "needed_bytes",
+    "floor_ms",
+    "round_floor_ms",
+)
+"""Values of a row that are known without a measurement, and better with one of a verify forward."""
 
 
 class Settings(NamedTuple):
@@ -298,20 +307,29 @@ def _row(
         row["verify_ms"] = _ms(times["verify"])
         row["verify_over_floor"] = round(times["verify"] / row["floor_ms"], 3)
         row["verify_read_ceiling_fraction"] = round(row["floor_ms"] / times["verify"], 3)
-    if "round" in times and "verify" in times:
-        row["round_over_verify"] = round(times["round"] / times["verify"], 3)
     row["stages_ms"] = {n: _ms(times[n]) for n in ("draft", "tree", "verify", "accept", "commit") if n in times}
-    if {"round", "verify", "accept", "commit"} <= times.keys():
-        row["round_less_stages_ms"] = _ms(times["round"] - sum(row["stages_ms"].values()))
-    if "lm_head" in times:
-        row["verify_components_ms"] = _components(case, times)
+    row["verify_components_ms"] = _components(case, times)
     if "round" in times:
         row["round_program"] = {
             "compile_seconds": compiled["round"].seconds,
             "workspace_bytes": compiled["round"].workspace,
             "collectives": compiled["round"].collectives,
         }
-    return row
+    return row | _differences(row)
+
+
+def _differences(row: dict[str, Any]) -> dict[str, Any]:
+    """What follows from several measurements of a row, which may be of different runs."""
+    found: dict[str, Any] = {}
+    stages_ms, components = row["stages_ms"], row["verify_components_ms"]
+    if "round_ms" in row and "verify_ms" in row:
+        found["round_over_verify"] = round(row["round_ms"] / row["verify_ms"], 3)
+    if "round_ms" in row and {"verify", "accept", "commit"} <= stages_ms.keys():
+        found["round_less_stages_ms"] = _ms(row["round_ms"] - sum(stages_ms.values()))
+    if "verify_ms" in row and "lm_head" in components:
+        parts = {name: value for name, value in components.items() if name != "other"}
+        found["verify_components_ms"] = {**parts, "other": _ms(row["verify_ms"] - sum(parts.values()))}
+    return found
 
 
 def _ms(value: float) -> float:
@@ -333,7 +351,9 @@ def _rates(
 
 
 def _components(case: Case, times: dict[str, float]) -> dict[str, float]:
-    """Scaled from the layers that were measured to all; `other` is what they leave of the verify forward."""
+    """Those that were measured, scaled from some layers to all; nothing before the last of them is."""
+    if "lm_head" not in times:
+        return {}
     c = case.program.model
     moe = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers))
 
@@ -348,8 +368,6 @@ def _components(case: Case, times: dict[str, float]) -> dict[str, float]:
         "shared_dense": (scaled("shared", moe) if "shared" in times else 0.0) + times.get("dense", 0.0),
         "lm_head": times["lm_head"],
     }
-    if "verify" in times:
-        found["other"] = times["verify"] - sum(found.values())
     return {name: _ms(value) for name, value in found.items()}
 
 
@@ -357,24 +375,38 @@ def kept_rows(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of an earlier run of the same subject, so that a large measurement can be made in several.
 
     Raises:
-        KdjaxError: the file is of another subject.
+        KdjaxError: the file is of another subject or device, or no file of this bench.
     """
     if not path.exists():
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    rows = found.pop("rows")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = found["rows"]
+    except (ValueError, TypeError, KeyError):
+        raise KdjaxError(f"{path} is not a result of kdjax bench step: give another --out or remove it") from None
     if differ := [key for key in header if found.get(key) != json.loads(json.dumps(header[key]))]:
         raise KdjaxError(f"{path} was measured with another {', '.join(differ)}: give another --out or remove it")
     return rows
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by workload; what was measured again replaces what was there, key by key."""
-    by = {_workload(row): dict(row) for row in old}
+    """Rows by workload. What was measured again replaces what was there, value by value; nothing else is lost."""
+    by = {_workload(row): row for row in old}
     for row in new:
         if row:
-            by[_workload(row)] = by.get(_workload(row), {}) | row
+            before = by.get(_workload(row))
+            by[_workload(row)] = row if before is None else _joined(before, row)
     return [by[key] for key in sorted(by)]
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    joined = old | new
+    for name in ("stages_ms", "verify_components_ms"):
+        joined[name] = old.get(name, {}) | new[name]
+    if "verify_ms" in old and "verify_ms" not in new:
+        # The floor belongs to the forward: to its experts, which are counted, and to the ceiling of that run.
+        joined |= {name: old[name] for name in FLOOR}
+    return joined | _differences(joined)
 
 
 def _workload(row: dict[str, Any]) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import pytest
 
 from kdjax.bench import step
 from kdjax.cli import main
+from kdjax.errors import KdjaxError
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 K26 = str(CONFIGS / "models" / "kimi-k2.6.toml")
@@ -60,6 +61,60 @@ def test_a_rank_is_measured_in_several_runs(tmp_path, capsys):
     assert "was measured with another subject, mesh: give another --out" in capsys.readouterr().err
 
 
+def test_a_later_run_adds_to_a_row_and_loses_nothing(tmp_path):
+    out = tmp_path / "step.json"
+    argv = ["--rank-of", H200X8, "--tokens", "1", "--layers", "1", "--parts"]
+    (first,) = bench(out, *argv, "verify")["rows"]
+    (second,) = bench(out, *argv, "round")["rows"]
+    differences = {"round_over_verify": round(second["round_ms"] / first["verify_ms"], 3)}
+    assert second.keys() - first.keys() >= {"round_ms", "tokens_per_s", "round_program", *differences}
+    assert second == second | first | differences
+
+
+def test_differences_are_of_the_latest_values():
+    floor = {name: 1.0 for name in step.FLOOR}
+    key = {"context": 64, "tokens": 8, "streams": 1}
+    parts = {"attention": 0.5, "lm_head": 1.5}
+    old = {**key, **floor, "verify_ms": 4.0, "verify_over_floor": 4.0, "stages_ms": {"verify": 4.0, "tree": 0.5}}
+    old |= {"verify_components_ms": {**parts, "other": 2.0}, "idle": [], "distinct_experts_are": "measured"}
+    other = {**key, "context": 128, "stages_ms": {}}
+    new = {**key, **{name: 2.0 for name in step.FLOOR}, "round_ms": 7.0, "verify_components_ms": {}}
+    new |= {"stages_ms": {"accept": 0.25, "commit": 0.5}, "distinct_experts_are": "expected"}
+    row, kept = step.merged([other, old], [new, {}])
+    assert kept == other
+    assert row == old | {
+        "round_ms": 7.0,
+        "round_over_verify": 1.75,
+        "stages_ms": {"verify": 4.0, "tree": 0.5, "accept": 0.25, "commit": 0.5},
+        "round_less_stages_ms": 1.75,
+    }
+    again = {**key, **{name: 3.0 for name in step.FLOOR}, "verify_ms": 5.0, "verify_over_floor": 1.667}
+    again |= {"stages_ms": {"verify": 5.0}, "verify_components_ms": {}}
+    assert step.merged([row], [again]) == [
+        row
+        | again
+        | {
+            "round_over_verify": 1.4,
+            "stages_ms": row["stages_ms"] | {"verify": 5.0},
+            "round_less_stages_ms": 0.75,
+            "verify_components_ms": {**parts, "other": 3.0},
+        }
+    ]
+
+
+@pytest.mark.parametrize("header", [{"subject": "a rank"}, {"device": "H200"}])
+def test_results_of_something_else_are_refused(header, tmp_path):
+    out = tmp_path / "step.json"
+    step.timing.write_rows(out, [], subject="the whole model", device="cpu")
+    assert step.kept_rows(out, {"subject": "the whole model", "device": "cpu"}) == []
+    with pytest.raises(KdjaxError, match=f"was measured with another {next(iter(header))}: give another --out"):
+        step.kept_rows(out, {"subject": "the whole model", "device": "cpu"} | header)
+    for text in ("{", "[]", "{}"):
+        out.write_text(text)
+        with pytest.raises(KdjaxError, match="is not a result of kdjax bench step: give another --out"):
+            step.kept_rows(out, header)
+
+
 @pytest.mark.full
 def test_a_mesh_runs_its_exchanges(tmp_path):
     (tmp_path / "two.toml").write_text("[mesh]\ntensor = 2\n")
@@ -101,7 +156,11 @@ def test_mistakes_are_one_line(argv, said, tmp_path, capsys):
 
 def test_benches_of_kernels_take_their_own_options(tmp_path, capsys):
     assert main(["bench", "attention", "--out", str(tmp_path / "x.json")]) == 2
-    assert "kdjax bench attention measures a GPU and JAX sees only cpu" in capsys.readouterr().err
+    assert "kdjax bench attention measures a GPU and JAX sees only cpu: run it there\n" in capsys.readouterr().err
+    for backend in ([], ["--backend=triton"]):
+        assert main(["bench", "tree", *backend, "--out", str(tmp_path / "x.json")]) == 2
+        said = "kdjax bench tree measures a GPU and JAX sees only cpu: run it there, or give --backend xla or interpret"
+        assert said in capsys.readouterr().err
     assert main(["bench", "prefill", "--help"]) == 0
     assert "--tune" in capsys.readouterr().out
     shape = ["--shape", "2", "128", "1", "--widths", "128", "--tokens", "1", "--repetitions", "1"]
