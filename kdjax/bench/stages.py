@@ -66,7 +66,8 @@ def draft(program: loop.Program, params: Params, state: DecodeState, work: Work)
 
 
 def build(program: loop.Program, params: Params, state: DecodeState, work: Work) -> tuple[DecodeState, Work]:
-    tree = ddtree.build(work.draft_logits, state.bonus, program.budget, state.budget, program.vocabulary_axes)
+    axes, backend = program.vocabulary_axes, program.runtime.backend
+    tree = ddtree.build(work.draft_logits, state.bonus, program.budget, state.budget, axes, backend=backend)
     return state, dataclasses.replace(work, tree=tree, draft_logits=touch(work.draft_logits, tree.scores))
 
 
@@ -208,7 +209,10 @@ def make_work(program: loop.Program, streams: int, key: jax.Array) -> Work:
 
     roots = jnp.arange(1, streams + 1, dtype=jnp.int32)
     drafted = None if drafting is None else 4 * normal(keys[0], program.depth, vocab)
-    tree = ddtree.root_only(roots) if drafted is None else ddtree.build(drafted, roots, program.budget)
+    if drafted is None:
+        tree = ddtree.root_only(roots)
+    else:
+        tree = ddtree.build(drafted, roots, program.budget)
     moe = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers))
     dtype = program.runtime.dtype
     posterior = jnp.zeros((streams, rows), jnp.int32)

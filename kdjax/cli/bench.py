@@ -27,7 +27,8 @@ KERNELS = {
     "prefill": ("pallas_kernels.prefill_attention.bench", "attention of a prompt's chunk"),
     "tree": ("kdjax.tree.bench", "building draft trees"),
 }
-ANYWHERE = ("tree",)
+ANYWHERE = {"moe": ("interpret",), "tree": ("xla", "interpret")}
+"""Backends of a bench that need no GPU."""
 PARTS = ("round", "verify", "stages", "components", "trace")
 TREE_ROWS = 64
 """Rows of a verify forward up to which one number of tokens means one stream."""
@@ -93,16 +94,23 @@ def _kernel(args: argparse.Namespace) -> int:
     configure_jax(compilation_cache=False)
     import jax
 
-    asks = {"-h", "--help", "interpret", "--backend=interpret"} & set(args.arguments)
-    if jax.default_backend() != "gpu" and args.bench not in ANYWHERE and not asks:
-        raise KdjaxError(
-            f"kdjax bench {args.bench} measures a GPU and JAX sees only {jax.default_backend()}: run it there"
-        )
+    if jax.default_backend() != "gpu":
+        _check_runs_without_gpu(args.bench, args.arguments, jax.default_backend())
     try:
         importlib.import_module(args.module).main(args.arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
+
+
+def _check_runs_without_gpu(bench: str, arguments: list[str], platform: str) -> None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--backend")
+    asked, backends = parser.parse_known_args(arguments)[0], ANYWHERE.get(bench, ())
+    if not asked.help and asked.backend not in backends:
+        remedy = f", or give --backend {' or '.join(backends)}" if backends else ""
+        raise KdjaxError(f"kdjax bench {bench} measures a GPU and JAX sees only {platform}: run it there{remedy}")
 
 
 def _gaps(args: argparse.Namespace) -> int:

@@ -148,7 +148,7 @@ def _choose(
 ) -> Int[Array, "slots rows"]:
     """The target's token after each row, -1 (no token) where the logits have no finite maximum."""
     axes = program.vocabulary_axes
-    chosen = sample(logits, positions + 1, seeds, program.sampling, axes)
+    chosen = sample(logits, positions + 1, seeds, program.sampling, axes, backend=program.runtime.backend)
     return jnp.where(jnp.isfinite(largest(logits, axes)[..., 0]), chosen, -1)
 
 
@@ -277,7 +277,8 @@ def draft(program: Program, params: Params, state: DecodeState) -> ddtree.Tree:
         return ddtree.root_only(state.bonus)
     logits = program.drafting.propose(params, state)
     build = ddtree.chain if program.mode == "chain" else ddtree.build
-    return build(logits, state.bonus, program.budget, state.budget, program.vocabulary_axes)
+    axes, backend = program.vocabulary_axes, program.runtime.backend
+    return build(logits, state.bonus, program.budget, state.budget, axes, backend=backend)
 
 
 def verify(

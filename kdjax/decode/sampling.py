@@ -6,6 +6,8 @@ tokens, and only maxima, counts of candidates and their ids are exchanged. The c
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,7 +34,9 @@ def largest(x: Float[Array, "*rows vocab"], axes: Axes = ()) -> Float[Array, "*r
     return jnp.max(parallel.gather_last(jnp.max(x, axis=-1, keepdims=True), axes), axis=-1, keepdims=True)
 
 
-def kept(scaled: Float[Array, "*rows vocab"], sampling: Sampling, axes: Axes = ()) -> Bool[Array, "*rows vocab"]:
+def kept(
+    scaled: Float[Array, "*rows vocab"], sampling: Sampling, axes: Axes = (), *, backend: str = "xla"
+) -> Bool[Array, "*rows vocab"]:
     """Tokens that pass every filter, each applied to p = softmax(logits / T); equal p are ordered by token id.
 
     top_k: the k most likely. top_p: the shortest prefix of that order whose mass reaches `top_p`.
@@ -45,7 +49,7 @@ def kept(scaled: Float[Array, "*rows vocab"], sampling: Sampling, axes: Axes = (
     if by_rank or by_mass:
         # Infinite, not 1: rounded sums may reach 1 before the k-th token.
         mass = np.float32(sampling.top_p if by_mass else np.inf)
-        cut, cut_id = _last_of_prefix(scaled, sampling.top_k if by_rank else vocab, mass, axes)
+        cut, cut_id = _last_of_prefix(scaled, sampling.top_k if by_rank else vocab, mass, axes, backend)
         keep = (scaled > cut) | ((scaled == cut) & (_ids(scaled, axes) <= cut_id))
     if sampling.min_p > 0:
         keep &= scaled >= largest(scaled, axes) + np.float32(np.log(sampling.min_p))
@@ -53,13 +57,14 @@ def kept(scaled: Float[Array, "*rows vocab"], sampling: Sampling, axes: Axes = (
 
 
 def _last_of_prefix(
-    scaled: Float[Array, "*rows vocab"], length: int, mass: np.float32, axes: Axes
+    scaled: Float[Array, "*rows vocab"], length: int, mass: np.float32, axes: Axes, backend: str
 ) -> tuple[Float[Array, "*rows 1"], Int[Array, "*rows 1"]]:
     """Value and id of the last token of the shortest prefix of the order that reaches `mass`, at most `length` long."""
     log_z = log_normaliser(scaled, axes)[..., None]
 
     def within(width: int) -> tuple[Array, Array, Array]:
-        values, order = sharded_top_k(scaled, width, axes) if axes else top_k(scaled, width)
+        find = functools.partial(sharded_top_k, axis_name=axes) if axes else top_k
+        values, order = find(scaled, width, backend=backend)
         p = jnp.exp(values - log_z)
         before = jnp.cumsum(p, axis=-1) - p
         last = jnp.sum(before < mass, axis=-1, keepdims=True, dtype=jnp.int32) - 1
@@ -89,10 +94,12 @@ def sample(
     seeds: UInt32[Array, "slots"],
     sampling: Sampling,
     axes: Axes = (),
+    *,
+    backend: str = "xla",
 ) -> Int[Array, "slots rows"]:
     """The token for each row at the absolute `positions` it will take; lowest id on ties. Float32 logits.
 
-    Work that the (static) sampling configuration does not need is not compiled in.
+    Work that the (static) sampling configuration does not need is not compiled in. `backend` is that of the runtime.
     """
     if sampling.temperature == 0:
         return first_largest(logits, axes)
@@ -100,5 +107,5 @@ def sample(
     own = jnp.arange(logits.shape[-1], dtype=jnp.int32) + logits.shape[-1] * parallel.index(axes)
     scores = scaled + gumbel(seeds, positions, own)
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0:
-        scores = jnp.where(kept(scaled, sampling, axes), scores, -jnp.inf)
+        scores = jnp.where(kept(scaled, sampling, axes, backend=backend), scores, -jnp.inf)
     return first_largest(scores, axes)

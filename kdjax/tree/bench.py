@@ -1,6 +1,6 @@
 """Time of building trees from draft logits on this device, and whether they are those of the reference; writes JSON.
 
-python -m kdjax.tree.bench --out docs/results/tree_build_h200.json
+kdjax bench tree --out docs/results/tree_build_h200.json
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from kdjax.reference import tree as reference
 from kdjax.tree import Tree, build
+from kdjax.tree.backends import BACKENDS
 from pallas_kernels import timing
 
 DEPTH, VOCAB = 7, 163840
@@ -31,7 +32,7 @@ def matches_reference(logits: np.ndarray, tree: Tree, slot: int, budget: int) ->
     return all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def run(cases: tuple[tuple[int, int], ...], out: Path, depth: int, vocab: int) -> None:
+def run(cases: tuple[tuple[int, int], ...], out: Path, depth: int, vocab: int, backend: str) -> None:
     rng = np.random.default_rng(int.from_bytes(os.urandom(3), "little"))
     rows = []
     for streams, budget in cases:
@@ -39,7 +40,8 @@ def run(cases: tuple[tuple[int, int], ...], out: Path, depth: int, vocab: int) -
         drafts = [4 * rng.standard_normal((streams, depth, vocab)).astype(np.float32) for _ in range(INPUTS)]
         roots = jnp.zeros((streams,), jnp.int32)
         inputs = [(jnp.asarray(logits), roots) for logits in drafts]
-        program = timing.several_calls(functools.partial(build, budget=budget)).lower((), inputs).compile()
+        op = functools.partial(build, budget=budget, backend=backend)
+        program = timing.several_calls(op).lower((), inputs).compile()
         timed = timing.measure(program, (), inputs)
         trees = program((), inputs)
         checked = [matches_reference(d[s], t, s, budget) for d, t in zip(drafts, trees, strict=True) for s in (0, -1)]
@@ -51,14 +53,15 @@ def run(cases: tuple[tuple[int, int], ...], out: Path, depth: int, vocab: int) -
         }
         rows.append({**row, "equal_to_reference": f"{sum(checked)} of {len(checked)}"})
         print(rows[-1], flush=True)
-        timing.write_rows(out, rows, **timing.device_facts(), depth=depth, vocab=vocab)
+        timing.write_rows(out, rows, **timing.device_facts(), backend=backend, depth=depth, vocab=vocab)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kdjax.tree.bench", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every row")
+    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="default %(default)s, which needs a GPU")
     args = parser.parse_args(argv)
-    run(CASES, args.out, DEPTH, VOCAB)
+    run(CASES, args.out, DEPTH, VOCAB, args.backend)
 
 
 if __name__ == "__main__":

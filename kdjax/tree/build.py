@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kdjax.errors import KdjaxError
 from kdjax.model import parallel
+from kdjax.tree.backends import runs_kernels
 from kdjax.tree.candidates import Candidates, candidates
 from kdjax.tree.marginals import marginals
 from kdjax.tree.tree import Tree
@@ -27,17 +28,23 @@ def build(
     budget: int,
     budgets: Int[Array, "slots"] | None = None,
     axes: tuple[str, ...] = (),
+    *,
+    backend: str = "xla",
 ) -> Tree:
     """The best tree of `budget` nodes (root not counted) per slot from the drafter's logits.
 
     `budgets` lowers the budget per slot at run time. A slot with a NaN or all -inf row gets the root alone. The
-    vocabulary may be split over mesh `axes`; the tree is then the same on every device.
+    vocabulary may be split over mesh `axes`; the tree is then the same on every device. `backend` is that of the
+    runtime, which makes no difference to the nodes.
+
+    Raises:
+        KdjaxError: no such backend, or a budget or depth that is too large.
     """
     slots, depth, vocab = logits.shape
     if budget == 0 or depth == 0:
         return root_only(roots, 1 + budget)
-    lp, ids = marginals(logits, min(budget, vocab * parallel.parts(axes)), axes)
-    return select(lp, ids, roots, budget, budgets)
+    lp, ids = marginals(logits, min(budget, vocab * parallel.parts(axes)), axes, backend=backend)
+    return select(lp, ids, roots, budget, budgets, backend=backend)
 
 
 def root_only(roots: Int[Array, "slots"], rows: int = 1) -> Tree:
@@ -60,28 +67,30 @@ def select(
     roots: Int[Array, "slots"],
     budget: int,
     budgets: Int[Array, "slots"] | None = None,
+    *,
+    backend: str = "xla",
 ) -> Tree:
-    """`build` from an explicit table: log-probabilities (float32, falling along `top`) and token ids per depth."""
+    """`build` from an explicit table: log-probabilities (float32, falling along `top`) and token ids per depth.
+
+    XLA compiles a gather-sum over the table of `candidates`; the kernel searches, up to `draft_tree.MOST_NODES` nodes,
+    beyond which every backend takes the table.
+
+    Raises:
+        KdjaxError: no such backend, or a budget or depth that is out of range.
+    """
     slots, depth, top = lp.shape
     if budget < 1 or depth < 1:
         raise KdjaxError(f"select needs a budget and a depth of at least 1, not {budget} and {depth}: use root_only")
-    limit = jnp.full((slots,), budget, jnp.int32) if budgets is None else jnp.clip(budgets, 0, budget)
     table = candidates(depth, budget, min(budget, top))
-
-    def by_table(lp: Array, ids: Array, roots: Array, limit: Array) -> Tree:
-        broken = jnp.any(jnp.isnan(lp), (1, 2)) | ~jnp.all(jnp.isfinite(lp[:, :, 0]), 1)
-        limit = jnp.where(broken, 0, limit)
-        return jax.vmap(lambda *slot: _select(*slot, table=table, budget=budget))(lp, ids, roots, limit)
-
-    def by_search(lp: Array, ids: Array, roots: Array, limit: Array) -> Tree:
-        given = None if budgets is None else limit
-        return Tree(**draft_tree.grow(lp, ids, roots, given, budget=budget, interpret=False)._asdict())
-
-    arrays = lp, ids.astype(jnp.int32), roots.astype(jnp.int32), limit
-    if budget > draft_tree.MOST_NODES:
-        return by_table(*arrays)
+    ids, roots = ids.astype(jnp.int32), roots.astype(jnp.int32)
+    limit = None if budgets is None else jnp.clip(budgets, 0, budget)
     # A GPU would spend 13 kernels on the table; one program that searches is faster there.
-    return lax.platform_dependent(*arrays, cpu=by_table, cuda=by_search, default=by_table)
+    if runs_kernels(backend) and budget <= draft_tree.MOST_NODES:
+        grown = draft_tree.grow(lp, ids, roots, limit, budget=budget, interpret=backend == "interpret")
+        return Tree(**grown._asdict())
+    broken = jnp.any(jnp.isnan(lp), (1, 2)) | ~jnp.all(jnp.isfinite(lp[:, :, 0]), 1)
+    limit = jnp.where(broken, 0, jnp.full((slots,), budget, jnp.int32) if limit is None else limit)
+    return jax.vmap(lambda *slot: _select(*slot, table=table, budget=budget))(lp, ids, roots, limit)
 
 
 def _select(
@@ -166,17 +175,19 @@ def chain(
     budget: int,
     budgets: Int[Array, "slots"] | None = None,
     axes: tuple[str, ...] = (),
+    *,
+    backend: str = "xla",
 ) -> Tree:
     """Plain DFlash: the most likely token of each of the first `budget` depths, one path, as a `Tree`.
 
-    A slot with a NaN or all -inf row gets the root alone. `axes` as in `build`.
+    A slot with a NaN or all -inf row gets the root alone. `axes` and `backend` as in `build`.
     """
     slots, depth, _ = logits.shape
     if budget > depth:
         raise KdjaxError(f"chain budget {budget} exceeds the draft depth {depth}: use at most block_size - 1")
     if budget == 0:
         return root_only(roots)
-    lp, ids = marginals(logits, 1, axes)
+    lp, ids = marginals(logits, 1, axes, backend=backend)
     broken = jnp.any(~jnp.isfinite(lp[:, :, 0]), 1)
     limit = jnp.full((slots,), budget, jnp.int32) if budgets is None else jnp.clip(budgets, 0, budget)
     n_valid = 1 + jnp.where(broken, 0, limit)

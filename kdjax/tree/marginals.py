@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kdjax.tree.backends import runs_kernels
 from pallas_kernels import draft_tree
 from pallas_kernels.draft_tree import TopK
 
@@ -14,27 +15,30 @@ MOST_CHOSEN = 256
 """The kernel takes its tokens one after another: beyond this a sort is faster."""
 
 
-def _chosen(logits: Float[Array, "*rows vocab"], k: int) -> TopK:
-    def by_sort(x: Float[Array, "*rows vocab"]) -> TopK:
-        x = x.astype(jnp.float32)
-        # top_k orders -0.0 below 0.0, which would break a tie that the tree's definition leaves to the token id.
-        x = jnp.where(x == 0, jnp.zeros_like(x), x)
-        values, ids = lax.top_k(x, k)
-        lse = jax.nn.logsumexp(x, axis=-1)
-        return TopK(values, ids.astype(jnp.int32), lse, values - lse[..., None])
-
-    def by_kernel(x: Float[Array, "*rows vocab"]) -> TopK:
-        found = draft_tree.top_k(x.reshape(-1, x.shape[-1]), k, interpret=False)
-        return TopK(*(part.reshape(*x.shape[:-1], *part.shape[1:]) for part in found))
-
-    if k > MOST_CHOSEN:
-        return by_sort(logits)
-    return lax.platform_dependent(logits, cpu=by_sort, cuda=by_kernel, default=by_sort)
+def _chosen(logits: Float[Array, "*rows vocab"], k: int, backend: str) -> TopK:
+    if runs_kernels(backend) and k <= MOST_CHOSEN:
+        *rows, vocab = logits.shape
+        found = draft_tree.top_k(logits.reshape(-1, vocab), k, interpret=backend == "interpret")
+        return TopK(*(part.reshape(*rows, *part.shape[1:]) for part in found))
+    x = logits.astype(jnp.float32)
+    # top_k orders -0.0 below 0.0, which would break a tie that the tree's definition leaves to the token id.
+    x = jnp.where(x == 0, jnp.zeros_like(x), x)
+    values, ids = lax.top_k(x, k)
+    lse = jax.nn.logsumexp(x, axis=-1)
+    return TopK(values, ids.astype(jnp.int32), lse, values - lse[..., None])
 
 
-def top_k(logits: Float[Array, "*rows vocab"], k: int) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """The k largest logits in falling order with their token ids, lowest id first among equal ones; float32."""
-    return _chosen(logits, k)[:2]
+def top_k(
+    logits: Float[Array, "*rows vocab"], k: int, *, backend: str = "xla"
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """The k largest logits in falling order with their token ids, lowest id first among equal ones; float32.
+
+    `backend` is that of the runtime. More than MOST_CHOSEN are sorted by XLA on every backend.
+
+    Raises:
+        KdjaxError: no such backend.
+    """
+    return _chosen(logits, k, backend)[:2]
 
 
 def merge_top_k(
@@ -46,13 +50,14 @@ def merge_top_k(
 
 
 def sharded_top_k(
-    logits: Float[Array, "*rows shard"], k: int, axis_name: str | tuple[str, ...]
+    logits: Float[Array, "*rows shard"], k: int, axis_name: str | tuple[str, ...], *, backend: str = "xla"
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
     """`top_k` of a vocabulary split over `axis_name` in order of id; called inside `shard_map`, equal on every shard.
 
     Each shard sends at most k values and ids, so the whole row never crosses the mesh. k may exceed a shard's width.
     """
-    return _gathered(*top_k(logits, min(k, logits.shape[-1])), logits.shape[-1], k, axis_name)
+    own = top_k(logits, min(k, logits.shape[-1]), backend=backend)
+    return _gathered(*own, logits.shape[-1], k, axis_name)
 
 
 def _gathered(
@@ -75,16 +80,16 @@ def log_normaliser(logits: Float[Array, "*rows vocab"], axes: tuple[str, ...] = 
 
 
 def marginals(
-    logits: Float[Array, "slots depth vocab"], k: int, axes: tuple[str, ...] = ()
+    logits: Float[Array, "slots depth vocab"], k: int, axes: tuple[str, ...] = (), *, backend: str = "xla"
 ) -> tuple[Float[Array, "slots depth k"], Int[Array, "slots depth k"]]:
     """Log-probabilities (float32) and token ids of the k most likely tokens per depth, lowest id first on ties.
 
     lp = float32(logit) - float32(logsumexp), both rounded before the subtraction as in the DDTree reference code: sums
     of such values are exact, so that nodes of equal score stay equal. `logits` may be this device's part of a
-    vocabulary that is split over mesh `axes`.
+    vocabulary that is split over mesh `axes`. `backend` as in `top_k`.
     """
     width = logits.shape[-1]
-    own = _chosen(logits, min(k, width))
+    own = _chosen(logits, min(k, width), backend)
     if not axes:
         return own.lp, own.ids
     values, ids = _gathered(own.values, own.ids, width, k, axes)

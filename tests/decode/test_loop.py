@@ -5,10 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from kdjax import tree as ddtree
+from kdjax.config import Sampling
 from kdjax.decode import DecodeConfig, Decoder, Request, Statistics, loop, pool, tau_macro
 from kdjax.decode.request import MAX_STOP_TOKENS
 from kdjax.decode.state import Reason
@@ -39,6 +41,20 @@ def after_prefill(decoder: Decoder, prompts: list[tuple[int, ...]], **request):
 def accepted(rows: list[int], bonus: int, slots: int = 2, path: int = 8) -> ddtree.Acceptance:
     padded = jnp.array([rows + [0] * (path - len(rows))] * slots, jnp.int32)
     return ddtree.Acceptance(padded, jnp.full((slots,), len(rows), jnp.int32), jnp.full((slots,), bonus, jnp.int32))
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_trees_and_samples_are_made_by_the_backend_of_the_runtime(decoder, backend):
+    runtime = msgspec.structs.replace(RUNTIME, backend=backend)
+    sampling = Sampling(temperature=1.0, top_k=4)
+    program = dataclasses.replace(decoder.program, runtime=runtime, sampling=sampling)
+    state = jax.eval_shape(lambda: decoder.empty(64))
+    tree = jax.eval_shape(lambda: ddtree.root_only(jnp.zeros(2, jnp.int32), 9))
+    logits = jax.ShapeDtypeStruct((2, 9, MODEL.vocab_size), jnp.float32)
+    drafted = str(jax.make_jaxpr(lambda *args: loop.draft(program, *args))(decoder.params, state))
+    sampled = str(jax.make_jaxpr(lambda *args: loop.accept(program, *args))(state, tree, logits))
+    kernels = [name in text for text, name in ((drafted, "grow_draft_tree"), (sampled, "choose_tokens"))]
+    assert kernels == [backend != "xla"] * 2
 
 
 def test_commit_of_scattered_nodes_equals_a_fresh_prefill(decoder):

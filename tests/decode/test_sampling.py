@@ -99,6 +99,16 @@ def test_filters_cut_ties_by_token_id(config, expected):
         assert np.flatnonzero(reference.kept(np.log(p), same)).tolist() == expected
 
 
+@pytest.mark.parametrize("config", [Sampling(temperature=1.0, top_k=5), Sampling(temperature=1.0, top_p=0.9)])
+def test_backends_keep_the_same_tokens(config):
+    """Integer logits tie at the cut, and 300 tokens are more than the first look of `top_p`."""
+    logits = jnp.asarray(np.random.default_rng(3).integers(-1, 2, (2, 4, 300)), jnp.float32)
+    keep = jax.jit(kept, static_argnames=("sampling", "backend"))
+    expected, got = (keep(logits, sampling=config, backend=backend) for backend in ("xla", "interpret"))
+    assert 5 <= expected.sum(-1).min() and expected.sum(-1).max() < 300
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("spread", [0.01, 3.0])
 def test_top_p_beyond_the_head_of_a_flat_distribution(spread):
     """A flat row needs nearly every token, which the first look at the most likely ones cannot see."""

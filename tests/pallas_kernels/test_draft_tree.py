@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from kdjax import tree as ddtree
+from kdjax.errors import KdjaxError
 from pallas_kernels import aot
 from pallas_kernels.draft_tree import grow, top_k
 from tests.pallas_kernels.backends import needs_gpu
@@ -67,13 +68,28 @@ def test_grown_trees_are_those_of_the_table(interpret, depth, budget, top):
     np.testing.assert_allclose(grown.scores, expected.scores, rtol=1e-6)
 
 
+@pytest.mark.parametrize("budget", [3, 128])
+def test_backends_build_the_same_trees(budget):
+    """Beyond the nodes of the kernel, too. Integer logits tie; a slot without a distribution has the root alone."""
+    logits = jnp.asarray(np.random.default_rng(budget).integers(0, 9, (3, 2, 300)), jnp.float32).at[2, 1].set(-jnp.inf)
+    make = jax.jit(ddtree.build, static_argnames=("budget", "backend"))
+    expected, got = (
+        make(logits, jnp.arange(3, dtype=jnp.int32), budget=budget, backend=backend) for backend in ("xla", "interpret")
+    )
+    assert expected.n_valid.tolist() == [budget + 1, budget + 1, 1]
+    for name in ("tokens", "depths", "parents", "ancestors", "n_valid"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
+    with pytest.raises(KdjaxError, match="backend='cuda' is not supported: use one of xla, triton, interpret"):
+        make(logits, jnp.arange(3, dtype=jnp.int32), budget=budget, backend="cuda")
+
+
 def test_too_large_trees_are_refused():
     table = jnp.zeros((1, 2, 4)), jnp.zeros((1, 2, 4), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="127 nodes"):
         grow(*table, budget=127, interpret=True)
 
 
-build = functools.partial(ddtree.build, budget=31)
+build = functools.partial(ddtree.build, budget=31, backend="triton")
 K2 = jax.ShapeDtypeStruct((2, 7, 163840), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
 
 

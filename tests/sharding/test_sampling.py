@@ -50,8 +50,9 @@ def test_no_device_hides_a_nan():
     assert np.isnan(on_eight(lambda x: largest(x, AXES), SPLIT)(logits)).all()
 
 
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
 @pytest.mark.parametrize("make", [ddtree.build, ddtree.chain])
-def test_trees_are_those_of_one_device(make):
+def test_trees_are_those_of_one_device(make, backend):
     """Integer logits tie within and across devices, and rows with a NaN or without a finite value give the root."""
     rng = np.random.default_rng(6)
     logits = rng.integers(0, 9, (4, 5, VOCAB)).astype(np.float32)
@@ -59,7 +60,7 @@ def test_trees_are_those_of_one_device(make):
     logits[3, 1] = -np.inf
     roots = jnp.asarray([1, 2, 3, 4], jnp.int32)
     budget = 5
-    split = on_eight(functools.partial(make, budget=budget, axes=AXES), SPLIT, P())
+    split = on_eight(functools.partial(make, budget=budget, axes=AXES, backend=backend), SPLIT, P())
     got, expected = split(jnp.asarray(logits), roots), make(jnp.asarray(logits), roots, budget)
     for field in ("tokens", "depths", "parents", "ancestors", "n_valid"):
         np.testing.assert_array_equal(getattr(got, field), getattr(expected, field))
