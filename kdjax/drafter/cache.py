@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kdjax.config import DrafterConfig
-from kdjax.drafter.attention import KEYS
+from pallas_kernels.draft_attention import KEYS
 
 
 @jax.tree_util.register_dataclass

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from kdjax.config import DrafterConfig
-from kdjax.drafter.attention import attend
 from kdjax.drafter.cache import DraftCache
 from kdjax.model import parallel, rope
 from kdjax.model.experts import MLP
@@ -25,6 +25,7 @@ from kdjax.model.linear import InputMajorLinear, Linear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
 from kdjax.model.structure import split
+from pallas_kernels.draft_attention import draft_attention
 
 Params = dict[str, Any]
 CosSin = tuple[Float[Array, "slots n half"], Float[Array, "slots n half"]]
@@ -41,8 +42,9 @@ class Attention(nnx.Module):
 
     o_proj: Linear | InputMajorLinear
 
-    def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype):
-        c = config
+    def __init__(self, config: DrafterConfig, layer: int, runtime: Runtime):
+        c, dtype = config, runtime.dtype
+        self.backend = runtime.backend
         self.head_dim = c.head_dim
         self.queries, self.keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.causal = c.causal_in_block(layer)
@@ -75,13 +77,15 @@ class Attention(nnx.Module):
         q, k, v = self.project(x)
         query = rotate(self.q_norm(self.heads(q)), cos_sin)
         k, v = self.keys_values(k, v, cos_sin)
-        out = attend(query, k, v, context_k, context_v, start, causal=self.causal, window=self.window)
+        seen = dict(causal=self.causal, window=self.window)
+        out = draft_attention(query, k, v, context_k, context_v, start, **seen, backend=self.backend)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 
 class PlainAttention(Attention):
-    def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype):
-        super().__init__(config, layer, dtype)
+    def __init__(self, config: DrafterConfig, layer: int, runtime: Runtime):
+        super().__init__(config, layer, runtime)
+        dtype = runtime.dtype
         hidden = config.hidden_size
         self.q_proj = Linear(hidden, self.queries, dtype)
         self.k_proj = Linear(hidden, self.keys, dtype)
@@ -95,8 +99,9 @@ class PlainAttention(Attention):
 
 
 class FusedAttention(Attention):
-    def __init__(self, config: DrafterConfig, layer: int, dtype: jnp.dtype):
-        super().__init__(config, layer, dtype)
+    def __init__(self, config: DrafterConfig, layer: int, runtime: Runtime):
+        super().__init__(config, layer, runtime)
+        dtype = runtime.dtype
         self.qkv_proj = InputMajorLinear(config.hidden_size, self.queries + 2 * self.keys, dtype)
         self.o_proj = InputMajorLinear(self.queries, config.hidden_size, dtype)
 
@@ -112,7 +117,7 @@ class Layer(nnx.Module):
         c, dtype = config, runtime.dtype
         fused = runtime.layout == "fused"
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.self_attn = (FusedAttention if fused else PlainAttention)(c, layer, dtype)
+        self.self_attn = (FusedAttention if fused else PlainAttention)(c, layer, runtime)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
         self.mlp = (FusedMLP if fused else MLP)(c.hidden_size, c.intermediate_size, dtype)
 
@@ -187,8 +192,12 @@ def context(
     drafter = nnx.merge(_split(config, runtime)[0], params)
     x = features(params, config, taps, runtime)
     cos_sin = _cos_sin(config, positions)
+    # Seen as one value, `x` would make XLA join the projections of all layers, and their weights, in every call.
+    own = (
+        [lax.optimization_barrier(x) for _ in drafter.layers] if runtime.backend != "xla" else [x] * len(drafter.layers)
+    )
     attns = [layer.self_attn for layer in drafter.layers]
-    k, v = zip(*(attn.keys_values(*attn.project(x)[1:], cos_sin) for attn in attns), strict=True)
+    k, v = zip(*(a.keys_values(*a.project(x)[1:], cos_sin) for a, x in zip(attns, own, strict=True)), strict=True)
     return jnp.stack(k), jnp.stack(v)
 
 

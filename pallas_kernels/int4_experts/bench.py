@@ -84,13 +84,14 @@ class Case:
     inner: int
     tokens: int
     pattern: Pattern = "uniform"
+    most_inputs: int = INPUTS[-1]
 
     @functools.cached_property
     def routings(self) -> list[np.ndarray]:
         s = self.shape
         rng = np.random.default_rng([self.tokens, self.inner])
         share = min(1.0, self.tokens * s.top_k / s.experts)
-        count = INPUTS[0 if share > 0.3 else 1 if share > 0.05 or self.inner > 512 else 2]
+        count = min(self.most_inputs, INPUTS[0 if share > 0.3 else 1 if share > 0.05 or self.inner > 512 else 2])
         return [routing(rng, self.tokens, s.experts, s.top_k, self.pattern) for _ in range(count)]
 
     @functools.cached_property

@@ -46,6 +46,8 @@ from pallas_kernels.int4_experts.workload import random_experts
 MAX_ERROR = 5e-3
 FINALISTS = 4
 OPS_US = 4000  # of calls in a repetition
+INPUTS = 4
+"""Per program, as few as do not stay in the L2 cache: every call of a kernel is compiled anew."""
 ROWS_AND_WARPS = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (64, 8))
 
 
@@ -208,7 +210,7 @@ def search(
         if experts is None or experts[0] != inner:
             experts = None  # free before the next
             experts = inner, random_experts(jax.random.key(3), shape.experts, shape.hidden, inner)
-        case, skewed = (Case(shape, inner, tokens, pattern) for pattern in ("uniform", "skewed"))
+        case, skewed = (Case(shape, inner, tokens, pattern, INPUTS) for pattern in ("uniform", "skewed"))
         cell = Cell(case, skewed, experts[1], backend, threads)
         base = choose(device_table(device_kind()), tokens, inner)
         share = max(1.0, (end - time.monotonic()) / (len(sizes) - i))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kdjax.bench import stages
-from kdjax.bench.subject import Subject, hundredth
+from kdjax.bench.subject import _CODE_DEVIATION, Subject, _symmetric_codes, hundredth
 from kdjax.config import ONE_DEVICE, MeshConfig, ModelPair, load
 from kdjax.decode.state import Reason
 from kdjax.errors import KdjaxError
@@ -109,3 +109,13 @@ def test_what_cannot_run_alone_is_said():
     without = Subject.of(ModelPair(target=PAIR.target), ONE_DEVICE, "xla", jax.devices(), rank=False)
     with pytest.raises(KdjaxError, match="budget 3 needs a drafter"):
         without.program(3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint16, jnp.uint32])
+def test_codes_have_no_mean(dtype):
+    """Or every token of a deep model comes to choose the same experts."""
+    words = _symmetric_codes(jax.random.bits(jax.random.key(0), (4096,), dtype))
+    codes = np.stack([(words >> shift) & 15 for shift in range(0, 8 * words.dtype.itemsize, 4)]).astype(int) - 8
+    assert codes.min() == -7 and codes.max() == 7
+    assert abs(codes.mean()) < 0.1
+    assert abs(codes.std() - _CODE_DEVIATION) < 0.1

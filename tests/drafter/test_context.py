@@ -8,9 +8,9 @@ import pytest
 
 from kdjax import drafter as dflash
 from kdjax.config import YarnConfig
-from kdjax.drafter.attention import KEYS
 from kdjax.model.runtime import Runtime
 from kdjax.reference import drafter as reference
+from pallas_kernels.draft_attention import KEYS
 from tests import tolerances
 from tests.checkpoint.random_models import DRAFTER, random_drafter
 

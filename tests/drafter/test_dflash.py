@@ -10,8 +10,8 @@ import pytest
 
 from kdjax import drafter as dflash
 from kdjax.checkpoint import load_drafter, read_drafter_config
-from kdjax.drafter.attention import block_sees, context_sees
 from kdjax.model.runtime import CPU_EXACT, Runtime
+from pallas_kernels.draft_attention.softmax import block_sees, context_sees
 from tests import oracles, tolerances
 from tests.checkpoint.random_models import TARGET
 
@@ -91,6 +91,6 @@ def test_visibility_equals_the_golden_rule(oracle, name):
         rows = jnp.arange(start, dtype=jnp.int32)
         for layer in range(config.num_hidden_layers):
             context_part = context_sees(jnp.array([start], jnp.int32), config.block_size, rows, config.window(layer))[0]
-            block_part = block_sees(config.block_size, config.causal_in_block(layer))
+            block_part = block_sees(1, config.block_size, config.causal_in_block(layer))[0]
             ours = np.concatenate([context_part, block_part], axis=1)
             np.testing.assert_array_equal(ours, case.expected[f"s{s}.visibility"][layer])

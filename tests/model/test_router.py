@@ -10,16 +10,24 @@ import numpy as np
 import pytest
 
 from kdjax.config import ModelConfig
-from kdjax.model import k2, router
+from kdjax.model import k2
 from kdjax.model.runtime import Runtime
+from pallas_kernels import aot
+from pallas_kernels.choose_experts import choose_experts
+from tests.pallas_kernels.backends import BACKENDS
 from tests.tolerances import GATE_WEIGHTS
 
 CASES = """moe_gate_exact_tie moe_gate_k26_random moe_gate_large_bias moe_gate_mixed_range moe_gate_near_ties
 moe_gate_negative_scores moe_gate_saturated moe_gate_small_16_top4 moe_gate_underflow""".split()
 
-select = functools.partial(jax.jit, static_argnames=("top_k", "norm_topk_prob", "routed_scaling_factor"))(
-    functools.partial(router.select, norm_topk_prob=True)
+choose = functools.partial(jax.jit, static_argnames=("top_k", "norm_topk_prob", "routed_scaling_factor", "backend"))(
+    choose_experts
 )
+
+
+@pytest.fixture(params=BACKENDS)
+def select(request):
+    return functools.partial(choose, norm_topk_prob=True, backend=request.param)
 
 
 def scatter(indices, weights, experts):
@@ -29,7 +37,7 @@ def scatter(indices, weights, experts):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_matches_transformers(oracle, case):
+def test_matches_transformers(oracle, select, case):
     o = oracle(case)
     logits, bias = o.inputs["router_logits"], o.inputs["e_score_correction_bias"]
     indices, weights = select(
@@ -42,14 +50,14 @@ def test_matches_transformers(oracle, case):
     GATE_WEIGHTS.check(scatter(indices, weights, logits.shape[1]), o.expected["dense_weights"])
 
 
-def test_underflowed_sigmoids_stay_finite():
+def test_underflowed_sigmoids_stay_finite(select):
     """Logits of -200: every sigmoid is 0, a bias of 12 still selects, 0 / (0 + 1e-20) is 0 and not NaN."""
     indices, weights = select(jnp.full((3, 32), -200.0), jnp.full(32, 12.0), top_k=8, routed_scaling_factor=2.827)
     np.testing.assert_array_equal(weights, np.zeros((3, 8)))
     np.testing.assert_array_equal(indices, np.tile(np.arange(8), (3, 1)))
 
 
-def test_bias_needs_float32():
+def test_bias_needs_float32(select):
     """Biases in steps of 0.001 around 6.9: in bfloat16 they collapse onto a few values and other experts win."""
     rng = np.random.default_rng(0)
     bias = rng.permutation(np.arange(6.817, 7.063, 0.001, dtype=np.float64)).astype(np.float32)
@@ -63,13 +71,13 @@ def test_bias_needs_float32():
     assert (np.sort(coarse, axis=1) != expected).any(axis=1).mean() > 0.9
 
 
-def test_equal_scores_take_the_lowest_ids():
+def test_equal_scores_take_the_lowest_ids(select):
     indices, weights = select(jnp.zeros((4, 384)), jnp.zeros(384), top_k=8, routed_scaling_factor=2.827)
     np.testing.assert_array_equal(indices, np.tile(np.arange(8), (4, 1)))
     np.testing.assert_allclose(weights, 2.827 / 8, rtol=1e-6)
 
 
-def test_bias_selects_but_does_not_weigh():
+def test_bias_selects_but_does_not_weigh(select):
     logits = jnp.asarray([[2.0, 0.0, -1.0, -3.0]])
     bias = jnp.asarray([0.0, 0.0, 0.0, 5.0])
     indices, weights = select(logits, bias, top_k=2, routed_scaling_factor=1.0)
@@ -78,8 +86,8 @@ def test_bias_selects_but_does_not_weigh():
     np.testing.assert_allclose(weights[0], s / s.sum(), rtol=1e-5)
 
 
-def test_without_normalisation_weights_are_scaled_sigmoids():
-    indices, weights = router.select(
+def test_without_normalisation_weights_are_scaled_sigmoids(select):
+    indices, weights = select(
         jnp.asarray([[1.0, -1.0, 0.5]]), jnp.zeros(3), top_k=2, norm_topk_prob=False, routed_scaling_factor=2.0
     )
     assert indices.tolist() == [[0, 2]]
@@ -96,3 +104,12 @@ def test_bias_stays_float32_in_a_bfloat16_model():
     gate = params["layers"][1]["mlp"]["gate"]
     assert gate["e_score_correction_bias"].dtype == jnp.float32
     assert gate["weight"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("kind", aot.TARGETS)
+def test_kernel_lowers_for(kind):
+    rule = dict(top_k=8, norm_topk_prob=True, routed_scaling_factor=2.827, backend="triton")
+    text = aot.lower_for(
+        kind, functools.partial(choose_experts, **rule), jax.ShapeDtypeStruct((9, 384), jnp.float32), jnp.zeros(384)
+    )
+    assert "choose_experts" in text
