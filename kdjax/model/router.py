@@ -24,7 +24,7 @@ class Router(nnx.Module):
         c = self.config
         weight = self.weight.get_value()
         # Products of bfloat16 are exact in float32, so only the sum, which is float32, rounds.
-        logits = matmul_nt(x.astype(weight.dtype), weight, jnp.float32)
+        logits = matmul_nt(x.astype(weight.dtype), weight, jnp.dtype(jnp.float32))
         return choose_experts(
             logits,
             self.e_score_correction_bias.get_value(),
