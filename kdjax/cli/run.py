@@ -123,10 +123,15 @@ def _run_one(sweep: Sweep, folder: Path, interrupt: Interrupt, *, plot: bool) ->
         margin.print(f"{folder}: {kept} of {len(sweep.cells)} cells are there already", soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=margin, disable=not margin.is_terminal) as progress:
-        task = progress.add_task(sweep.experiment, total=len(run.pending))
+        cells = progress.add_task(sweep.experiment, total=len(run.pending))
+        units = progress.add_task("units", visible=False)
         for step in interrupt.iterate(run.steps()):
-            progress.update(task, description=f"{sweep.experiment}: {step.cell}", advance=step.records is not None)
-            if step.cell in run.failures and step.records is not None:
+            progress.update(cells, description=f"{sweep.experiment}: {step.cell}", advance=int(step.ended))
+            if step.of:
+                progress.update(units, visible=True, completed=step.units, total=step.of)
+            elif not step.ended:
+                progress.reset(units, visible=False)
+            if step.ended and step.cell in run.failures:
                 margin.print(f"cell {step.cell} failed: {run.failures[step.cell]}", style="red", soft_wrap=True)
     if interrupt.pressed:
         margin.print(f"interrupted; the same command continues in {folder}", soft_wrap=True)

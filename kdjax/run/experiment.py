@@ -32,12 +32,11 @@ class Result(NamedTuple):
         return self.estimates[metric].value
 
 
-@runtime_checkable
-class Experiment(Protocol):
-    """A module that `kdjax run` runs.
+class Study(Protocol):
+    """What a module that is run over a sweep provides, whichever way it measures.
 
-    `CLAIM` says which figure or claim it reproduces in kind. `measure` yields the records of one cell; a record names
-    its `unit` (a prompt, a repetition), and keeps under `timings` all that differs from run to run. `conclude` says in
+    `CLAIM` says what it shows: for an experiment, the figure or claim that it reproduces in kind. A record names its
+    `unit` (a prompt, a repetition), and keeps under `timings` all that differs from run to run. `conclude` says in
     words what was found; `draw` fills a matplotlib figure. Both see the cells that did not fail, at least one.
     """
 
@@ -47,11 +46,29 @@ class Experiment(Protocol):
 
     def inputs(self, config: Any) -> Inputs: ...
 
-    def measure(self, config: Any) -> Iterator[Record]: ...
-
     def conclude(self, results: Sequence[Result]) -> list[str]: ...
 
     def draw(self, results: Sequence[Result], figure: Any) -> None: ...
+
+
+@runtime_checkable
+class Experiment(Study, Protocol):
+    """Measures a cell as a whole; one that was cut short is measured again. Its units may have several records."""
+
+    def measure(self, config: Any) -> Iterator[Record]: ...
+
+
+@runtime_checkable
+class Evaluation(Study, Protocol):
+    """Measures a cell unit by unit; one that was cut short goes on with the units that are missing.
+
+    `units` names all units of a cell, in the order in which their records are kept. `measure` gets some of these names
+    and yields exactly one record for each, in any order. A record must not depend on which other units are asked for.
+    """
+
+    def units(self, config: Any) -> Sequence[str]: ...
+
+    def measure(self, config: Any, units: Sequence[str]) -> Iterator[Record]: ...
 
 
 def result(name: str, config: Any, records: Sequence[Record], metrics: Mapping[str, Metric]) -> Result:

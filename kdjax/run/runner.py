@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
-from kdjax.config.sweep import Sweep
+from kdjax.config.sweep import Cell, Sweep
 from kdjax.errors import KdjaxError
-from kdjax.run.experiment import Experiment, Result, result
+from kdjax.run.experiment import Evaluation, Experiment, Result, result
 from kdjax.run.folder import RunFolder
 from kdjax.run.ledger import Ledger
 from kdjax.run.plot import new_figure, save
@@ -20,22 +20,28 @@ from kdjax.run.provenance import differences, provenance
 
 
 class Step(NamedTuple):
-    """A cell begins (`records` None), or has ended with that many records, none where it failed."""
+    """A cell begins, has got one more of its units, or has `ended`; `of` is 0 where it is not measured by units."""
 
     cell: str
-    records: int | None
+    ended: bool = False
+    units: int = 0
+    of: int = 0
 
 
 class Run:
     """A sweep in its folder: `config.toml`, `provenance.json`, `metrics.jsonl`, `summary.json`, `plot.png`.
 
-    Cells that the folder has already are not measured again. Raises KdjaxError where it belongs to other settings.
+    What the folder has already is not measured again: whole cells of an experiment, units of an evaluation.
+
+    Raises KdjaxError where the folder belongs to other settings.
     """
 
-    def __init__(self, experiment: Experiment, sweep: Sweep, path: Path) -> None:
-        self._experiment, self._sweep = experiment, sweep
+    def __init__(self, study: Experiment | Evaluation, sweep: Sweep, path: Path) -> None:
+        self._study, self._sweep = study, sweep
         self.folder = RunFolder.open(path, tomli_w.dumps(sweep.document))
         self._ledger = Ledger(path / "metrics.jsonl")
+        if not isinstance(study, Evaluation):
+            self._ledger.unfinished.clear()
         self.pending = [cell for cell in sweep.cells if cell.name not in self._ledger.cells]
 
     @property
@@ -51,41 +57,63 @@ class Run:
             self._prove()
             self._arrange()
         for cell in self.pending:
-            yield Step(cell.name, None)
+            yield Step(cell.name)
             try:
-                records = list(self._experiment.measure(cell.config))
+                yield from self._measure(cell)
             except Exception as error:
                 with (self.folder.path / "errors.log").open("a", encoding="utf-8") as log:
                     log.write(f"cell {cell.name}\n{traceback.format_exc()}\n")
                 self._ledger.fail(cell.name, " ".join(f"{type(error).__name__}: {error}".split()))
-                yield Step(cell.name, 0)
-            else:
-                self._ledger.add(cell.name, records)
-                yield Step(cell.name, len(records))
+            yield Step(cell.name, ended=True)
         self._arrange()
+
+    def _measure(self, cell: Cell) -> Iterator[Step]:
+        if isinstance(self._study, Evaluation):
+            yield from self._measure_units(self._study, cell)
+        else:
+            self._ledger.add(cell.name, list(self._study.measure(cell.config)))
+
+    def _measure_units(self, study: Evaluation, cell: Cell) -> Iterator[Step]:
+        """The units that the ledger lacks, each on disk before the next begins."""
+        place = {unit: i for i, unit in enumerate(study.units(cell.config))}
+        records = self._ledger.unfinished.setdefault(cell.name, [])
+        missing = place.keys() - {record["unit"] for record in records}
+        yield Step(cell.name, units=len(records), of=len(place))
+        if missing:
+            for record in study.measure(cell.config, [unit for unit in place if unit in missing]):
+                if record["unit"] not in missing:
+                    raise RuntimeError(f"unit {record['unit']!r} came twice, or was not asked for")
+                missing.remove(record["unit"])
+                self._ledger.append(cell.name, record)
+                yield Step(cell.name, units=len(records), of=len(place))
+        if missing:
+            raise RuntimeError(f"{len(missing)} units have no record, {min(missing)!r} among them")
+        records.sort(key=lambda record: place[record["unit"]])
+        self._arrange()  # before the cell counts as finished: figures depend on the order of the units
+        self._ledger.finish(cell.name)
 
     def results(self) -> list[Result]:
         """The cells that did not fail, in order."""
-        metrics, done = self._experiment.METRICS, self._ledger.cells
+        metrics, done = self._study.METRICS, self._ledger.cells
         return [result(c.name, c.config, done[c.name], metrics) for c in self._sweep.cells if c.name in done]
 
     def summarise(self, *, plot: bool) -> dict[str, Any]:
         """Writes `summary.json`, and with `plot` also `plot.png`, of the cells that did not fail."""
-        experiment, results = self._experiment, self.results()
+        study, results = self._study, self.results()
         try:
-            findings = experiment.conclude(results) if results else []
+            findings = study.conclude(results) if results else []
             if results and plot:
                 figure = new_figure()
-                experiment.draw(results, figure)
+                study.draw(results, figure)
                 save(figure, self.folder.path / "plot.png")
         except Exception as error:
             if not self.failures:
                 raise
             findings = [f"nothing is concluded without the cells that failed ({type(error).__name__}: {error})"]
-        metrics = experiment.METRICS
+        metrics = study.METRICS
         summary = {
             "experiment": self._sweep.experiment,
-            "claim": experiment.CLAIM,
+            "claim": study.CLAIM,
             "metrics": {
                 name: {"total": m.total, "per": m.per, "definition": m.definition} for name, m in metrics.items()
             },
@@ -100,16 +128,16 @@ class Run:
         self._ledger.arrange(cell.name for cell in self._sweep.cells)
 
     def _prove(self) -> None:
-        inputs = [self._experiment.inputs(cell.config) for cell in self._sweep.cells]
+        inputs = [self._study.inputs(cell.config) for cell in self._sweep.cells]
         now = provenance(
             _together([one.checkpoints for one in inputs]),
             "+".join(sorted({one.backend for one in inputs})),
             _together([one.files for one in inputs]),
         )
         before = self.folder.read("provenance.json")
-        if before is None:
+        if before is None or not (self._ledger.cells or self._ledger.unfinished):
             self.folder.write("provenance.json", now)
-        elif self._ledger.cells and (found := differences(before, now)):
+        elif found := differences(before, now):
             raise KdjaxError(
                 f"{self.folder.path} was measured with another {', '.join(found)}: give another --out, or go back"
             )
