@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from experiments import decoding, workbench
+from experiments import decoding
 from experiments.decoding import decode_all
 from experiments.decoding import inputs as inputs
 from experiments.static_tree import StaticRanks, Table, acceptance_by_rank
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.decode import CostAware, Decoder, Request
 from kdjax.errors import KdjaxError
+from kdjax.evaluate import workbench
 from kdjax.run import plot
 from kdjax.run.experiment import Result
 from kdjax.run.ledger import Record

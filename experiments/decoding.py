@@ -6,22 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from experiments import workbench
-from experiments.loops import is_loop
 from kdjax.cli.report import Outcome
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.decode import Completion, Decoder, Request
+from kdjax.evaluate import workbench
+from kdjax.evaluate.acceptance import TAU as TAU
+from kdjax.evaluate.acceptance import acceptance_record
 from kdjax.run.experiment import Inputs, Result
 from kdjax.run.ledger import Record
 from kdjax.run.statistics import Metric
 
-TAU = {
-    "tau_micro": Metric(
-        total="emitted", per="rounds", definition="tokens per verify pass over all passes, bonus token included"
-    ),
-    "tau_macro": Metric(total="tau", definition="mean over prompts of each prompt's own tau, bonus token included"),
-}
 SPEED = {
     "tokens_per_s": Metric(
         total="timed_tokens",
@@ -84,19 +79,6 @@ def records_of(outcomes: Sequence[Outcome], names: Sequence[str], slots: int) ->
         for i, outcome in enumerate(outcomes):
             timings = {"decode_s": outcome.decode_seconds}
             yield {"unit": f"repetition {i}", "timed_tokens": outcome.statistics.emitted, "timings": timings}
-
-
-def acceptance_record(name: str, completion: Completion) -> Record:
-    statistics = completion.statistics
-    record: Record = {
-        "unit": name,
-        "rounds": statistics.rounds,
-        "emitted": statistics.emitted,
-        "accepted_by_depth": list(statistics.accepted_by_depth),
-        "loops": is_loop(completion.token_ids),
-        "token_ids": list(completion.token_ids),
-    }
-    return record | ({"tau": statistics.tau} if statistics.rounds else {})
 
 
 def same_tokens(results: Sequence[Result]) -> str:

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from experiments import decoding, workbench
+from experiments import decoding
 from experiments.decoding import inputs as inputs
 from kdjax import drafter as dflash
+from kdjax.bundled.locate import locate
 from kdjax.checkpoint import Drafter, load_drafter
 from kdjax.checkpoint.int4 import encode
-from kdjax.cli.models import locate
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.config.generate import ModelSection, RuntimeSection
+from kdjax.evaluate import workbench
 from kdjax.model.int4 import dequantize
 from kdjax.model.runtime import runtime_of
 from kdjax.run import plot

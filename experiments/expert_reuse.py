@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments import rounds, workbench
+from experiments import rounds
 from experiments.decoding import Config as Config
 from experiments.decoding import inputs as inputs
 from kdjax.errors import KdjaxError
+from kdjax.evaluate import workbench
 from kdjax.run import plot
 from kdjax.run.experiment import Result
 from kdjax.run.ledger import Record

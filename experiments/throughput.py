@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
-from experiments import decoding, workbench
+from experiments import decoding
 from experiments.decoding import Config as Config
 from experiments.decoding import inputs as inputs
 from kdjax.decode import Request
+from kdjax.evaluate import workbench
 from kdjax.run import plot
 from kdjax.run.experiment import Result
 from kdjax.run.ledger import Record

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from experiments.loops import is_loop
 from kdjax.decode import Decoder, Request, Statistics, pool, tau_macro
 from kdjax.errors import KdjaxError
+from kdjax.evaluate.loops import is_loop
 from kdjax.tokenizer import Tokenizer
 
 

@@ -11,18 +11,19 @@ import jax
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.loops import repeats
 from experiments.nano import acceptance, compressors
-from experiments.nano.agreement import Parting, Referee, first_difference
+from experiments.nano.agreement import Parting
 from experiments.nano.config import Cell, EvaluateConfig, NanoConfig
 from experiments.nano.data import read_documents
 from experiments.nano.tables import markdown
+from kdjax.bundled.locate import locate
 from kdjax.checkpoint import Drafter, Target, load_drafter, load_target, sha256
-from kdjax.cli.models import locate
 from kdjax.cli.start import configure_jax
 from kdjax.decode import DecodeConfig, Decoder
 from kdjax.errors import KdjaxError
 from kdjax.evaluate import Score, Scorer, pool
+from kdjax.evaluate.divergence import Referee, first_difference
+from kdjax.evaluate.loops import repeats
 from kdjax.model.runtime import CPU_EXACT
 from kdjax.tokenizer import Tokenizer
 

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from rich.console import Console
 
-from experiments.loops import looping
 from experiments.nano import network
 from experiments.nano.config import NanoConfig, SelfDataConfig
 from experiments.nano.data import Windows
 from kdjax.config.model import ModelConfig
+from kdjax.evaluate.loops import looping
 from kdjax.model import rope
 
 

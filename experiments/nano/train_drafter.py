@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.loops import looping
 from experiments.nano import draft_network, network, self_generate
 from experiments.nano.config import Attention, NanoConfig, Phase
 from experiments.nano.data import domain_shares, read_corpus, windows
 from experiments.nano.state import load_dict, save_tree
 from experiments.nano.trainer import train
+from kdjax.evaluate.loops import looping
 
 
 def block_logits(

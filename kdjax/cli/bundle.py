@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kdjax.cli import models, options
+from kdjax.bundled.locate import locate
+from kdjax.cli import options
 from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.start import configure_jax
 from kdjax.config import ONE_DEVICE, Cluster, load
@@ -92,7 +93,7 @@ def _tolerance(text: str) -> float:
 
 def _make(args: argparse.Namespace) -> int:
     section = ModelSection(target=args.model, drafter=args.drafter)
-    target, drafter = models.locate(section, needs_drafter=not args.no_drafter)
+    target, drafter = locate(section, needs_drafter=not args.no_drafter)
     if args.out.exists():
         raise KdjaxError(f"{args.out} exists: give another name or remove it")
     if not args.prompts and not args.ids:

@@ -16,6 +16,7 @@ VERBS = {
     "bench": "measure kernels and whole decode steps",
     "bundle": "make and check golden bundles",
     "compare": "two runs of an experiment, with confidence intervals",
+    "eval": "evaluate models from configs: perplexity, agreement, exactness, benchmarks",
     "generate": "continue prompts with speculative decoding",
     "plan": "memory and time on a mesh, without its devices",
     "quantize": "make an INT4 checkpoint of a bf16 one",

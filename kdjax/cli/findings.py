@@ -22,20 +22,26 @@ def page() -> Console:
 def show(summary: dict[str, Any], console: Console, folder: Path) -> None:
     """A row per cell, the definitions of its figures, and the findings. Intervals are of 95 %, by bootstrap."""
     metrics = [m for m in summary["metrics"] if any(m in cell for cell in summary["cells"].values())]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=summary["experiment"], title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=summary.get("experiment") or summary["evaluation"],
+        title_justify="left",
+    )
     table.add_column("cell")
-    for name in metrics or ["result"]:
-        table.add_column(name, justify="right")
+    for metric in metrics or ["result"]:
+        table.add_column(metric, justify="right")
     for cell, figures in summary["cells"].items():
         table.add_row(cell, *(_figure(figures.get(name)) for name in metrics))
     for cell in summary["failed"]:
         table.add_row(cell, "failed", style="red")
     console.print(table)
     for name in metrics:
-        if definition := summary["metrics"][name]["definition"]:
+        if definition := summary["metrics"][name].get("definition"):
             console.print(f"{name}: {definition}", style="dim", highlight=False)
-    console.print("Brackets: 95 % confidence interval, bootstrap over the cell's units.", style="dim", highlight=False)
-    console.print(f"\nReproduces in kind: {summary['claim']}", highlight=False)
+    console.print(f"Brackets: 95 % confidence interval, {_method(summary['metrics'])}.", style="dim", highlight=False)
+    claim = "Reproduces in kind" if "experiment" in summary else "Measures"
+    console.print(f"\n{claim}: {summary['claim']}", highlight=False)
     for finding in summary["findings"]:
         console.print(f"- {finding}", highlight=False)
     console.print(f"\n{folder}", style="dim", highlight=False, soft_wrap=True)
@@ -44,24 +50,35 @@ def show(summary: dict[str, Any], console: Console, folder: Path) -> None:
 def show_comparison(found: Comparison, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("cell")
-    for name in ("metric", "A", "B", "B - A", "change", "units"):
+    tested = any(d.p is not None for *_, d in found.rows)
+    for name in ("metric", "A", "B", "B - A", "change", "units", *(["p"] if tested else [])):
         table.add_column(name, justify="left" if name == "metric" else "right")
     for one, other, metric, d in found.rows:
         cell = one if one == other else f"{one} | {other}"
         interval = "" if d.low is None else f" [{d.low:+.3g}, {d.high:+.3g}]"
         change = "-" if d.change is None else f"{d.change:+.1%}"
         units = f"{d.n} paired" if d.paired else f"{d.n}"
-        style = "bold" if d.is_significant else ""
-        table.add_row(
-            cell, metric, f"{d.a:.4g}", f"{d.b:.4g}", f"{d.difference:+.3g}{interval}", change, units, style=style
-        )
+        figures = (f"{d.a:.4g}", f"{d.b:.4g}", f"{d.difference:+.3g}{interval}", change, units)
+        p = "" if d.p is None else f"{d.p:.3g}"
+        table.add_row(cell, metric, *figures, *([p] if tested else []), style="bold" if d.is_significant else "")
     console.print(table)
     console.print("Brackets: 95 % confidence interval, bootstrap over units; bold: it leaves out zero.", style="dim")
+    if tested:
+        console.print("p: McNemar's exact test of units that only one side got right; bold: below 0.05.", style="dim")
     for side, cells in (("A", found.only_a), ("B", found.only_b)):
         if cells:
             console.print(f"only in {side}: {'; '.join(cells)}", highlight=False)
     if found.changed:
         console.print(f"the runs differ in {', '.join(found.changed)}", style="yellow", highlight=False)
+
+
+def _method(metrics: dict[str, Any]) -> str:
+    """How the intervals of these metrics are made."""
+    bootstrap = "bootstrap over the cell's units"
+    shares = [name for name, metric in metrics.items() if metric.get("share")]
+    if not shares:
+        return bootstrap
+    return f"Wilson's score of {', '.join(shares)}" + ("" if len(shares) == len(metrics) else f", else {bootstrap}")
 
 
 def _figure(estimate: dict[str, Any] | None) -> str:

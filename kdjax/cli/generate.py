@@ -14,7 +14,8 @@ import msgspec
 from rich.console import Console
 from rich.status import Status
 
-from kdjax.cli import models, options, prompts
+from kdjax.bundled.locate import locate
+from kdjax.cli import options, prompts
 from kdjax.cli.interrupt import EXIT_INTERRUPTED, Interrupt
 from kdjax.cli.live import Live
 from kdjax.cli.progress import progress_in
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
         return 0
     texts = prompts.read(args.prompts, args.file)
     modes = _modes(config.decode.mode, compare=args.compare)
-    target, drafter = models.locate(config.model, needs_drafter=modes != ["autoregressive"])
+    target, drafter = locate(config.model, needs_drafter=modes != ["autoregressive"])
     if args.out:
         RunFolder.refuse_used(args.out)
     if args.processes:

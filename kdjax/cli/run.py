@@ -4,76 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
-import tomllib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomli_w
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from kdjax.cli import options
-from kdjax.cli.interrupt import EXIT_INTERRUPTED, Interrupt
-from kdjax.cli.start import configure_jax
+from kdjax.cli import studies
+from kdjax.cli.interrupt import Interrupt
 from kdjax.config.strict import closest
-from kdjax.config.sweep import Sweep, read_sweep
 from kdjax.errors import KdjaxError
 
 if TYPE_CHECKING:
     from kdjax.run.experiment import Experiment
-
-EXIT_FAILED_CELLS, EXIT_ERROR = 1, 2
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(overrides=[], typed={})
-    parser.add_argument(
-        "configs",
-        nargs="+",
-        type=Path,
-        metavar="CONFIG",
-        help="TOML file such as configs/experiments/budget_sweep.toml, or a folder: all experiments in it",
-    )
-    parser.add_argument(
-        "--set",
-        action=options.Override,
-        dest="overrides",
-        metavar="KEY=VALUE",
-        help="override one key; a list makes an axis of the sweep, e.g. decode.budget=[7,15,31]",
-    )
-    parser.add_argument("--smoke", action="store_true", help="the small sizes of the config's [smoke] table")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="run folder, default runs/NAME; with several configs their parent"
-    )
-    parser.add_argument("--no-plots", action="store_true", help="do not draw plot.png")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config as TOML and stop")
-
-
-def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
-    files = [file for given in args.configs for file in (_experiments_in(given) if given.is_dir() else [given])]
-    sweeps = [read_sweep(f, args.overrides, kind_of=lambda n: find(n).Config, smoke=args.smoke) for f in files]
-    if args.print_config:
-        sys.stdout.write("\n".join(tomli_w.dumps(sweep.document) for sweep in sweeps))
-        return 0
-    if not args.no_plots:
-        from kdjax.run import plot
-
-        plot.require()
-    folders = _folders(files, args.out, smoke=args.smoke)
-    configure_jax(compilation_cache=True)
-    status = 0
-    for sweep, folder in zip(sweeps, folders, strict=True):
-        try:
-            status = max(status, _run_one(sweep, folder, interrupt, plot=not args.no_plots))
-        except KdjaxError as error:
-            if len(sweeps) == 1:
-                raise
-            print(f"kdjax: error: {error}", file=sys.stderr)  # one experiment does not keep the others from running
-            status = max(status, EXIT_ERROR)
-        if interrupt.pressed:
-            break
-    return status
 
 
 def find(name: str) -> Experiment:
@@ -90,52 +29,12 @@ def find(name: str) -> Experiment:
     return module
 
 
-def _experiments_in(folder: Path) -> list[Path]:
-    def is_experiment(file: Path) -> bool:
-        try:
-            return "experiment" in tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
-            return False
-
-    found = [file for file in sorted(folder.glob("*.toml")) if is_experiment(file)]
-    if not found:
-        raise KdjaxError(f"{folder} has no TOML file with experiment = NAME: give another folder or a file")
-    return found
+FAMILY = studies.Family("experiment", find, "configs/experiments/budget_sweep.toml", "decode.budget=[7,15,31]")
 
 
-def _folders(files: list[Path], out: Path | None, *, smoke: bool) -> list[Path]:
-    names = [file.stem + ("-smoke" if smoke else "") for file in files]
-    if len(set(names)) < len(names):
-        raise KdjaxError(f"{names} are run folders of the same name: run the configs one by one with --out")
-    if out is not None and len(files) == 1:
-        return [out]
-    return [(out or Path("runs")) / name for name in names]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    studies.add_arguments(parser, FAMILY)
 
 
-def _run_one(sweep: Sweep, folder: Path, interrupt: Interrupt, *, plot: bool) -> int:
-    from kdjax.cli import findings
-    from kdjax.run.runner import Run
-
-    margin = Console(stderr=True, highlight=False)
-    run = Run(find(sweep.experiment), sweep, folder)
-    kept = len(sweep.cells) - len(run.pending)
-    if kept:
-        margin.print(f"{folder}: {kept} of {len(sweep.cells)} cells are there already", soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=margin, disable=not margin.is_terminal) as progress:
-        cells = progress.add_task(sweep.experiment, total=len(run.pending))
-        units = progress.add_task("units", visible=False)
-        for step in interrupt.iterate(run.steps()):
-            progress.update(cells, description=f"{sweep.experiment}: {step.cell}", advance=int(step.ended))
-            if step.of:
-                progress.update(units, visible=True, completed=step.units, total=step.of)
-            elif not step.ended:
-                progress.reset(units, visible=False)
-            if step.ended and step.cell in run.failures:
-                margin.print(f"cell {step.cell} failed: {run.failures[step.cell]}", style="red", soft_wrap=True)
-    if interrupt.pressed:
-        margin.print(f"interrupted; the same command continues in {folder}", soft_wrap=True)
-        return EXIT_INTERRUPTED
-    summary = run.summarise(plot=plot)
-    findings.show(summary, findings.page(), folder)
-    return EXIT_FAILED_CELLS if run.failures else 0
+def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
+    return studies.run(args, interrupt, FAMILY)

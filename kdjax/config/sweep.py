@@ -14,7 +14,8 @@ import msgspec
 from kdjax.config.strict import Document, Key, check_keys, struct_of, type_at, without_none
 from kdjax.errors import KdjaxError
 
-RESERVED = ("experiment", "cells", "smoke")
+VERBS = {"experiment": "run", "evaluation": "eval"}
+"""Keys that name what a file is for, with the verb that runs it."""
 
 
 class Cell(NamedTuple):
@@ -22,13 +23,14 @@ class Cell(NamedTuple):
 
     name: str
     config: Any
-    """A Struct of the experiment's type."""
+    """A Struct of the type that the file's kind of study has."""
 
 
 class Sweep(NamedTuple):
     """The cells in their order, and the resolved file: `read_sweep` of `document` gives the same cells."""
 
-    experiment: str
+    name: str
+    """What runs: the value of the file's key `experiment` or `evaluation`."""
     cells: tuple[Cell, ...]
     document: dict[str, Any]
 
@@ -38,9 +40,10 @@ def read_sweep(
     overrides: Sequence[str] = (),
     *,
     kind_of: Callable[[str], type[msgspec.Struct]],
+    key: str = "experiment",
     smoke: bool = False,
 ) -> Sweep:
-    """The sweep of a file. `kind_of` maps the value of its key `experiment` to the type of one cell.
+    """The sweep of a file. `kind_of` maps the value of its key `key` to the type of one cell.
 
     A list given for a key that holds one value makes an axis (for a key that holds a list: a list of lists). Each table
     of `[[cells]]` changes keys for a sweep of its own, so that cells can be listed one by one; an empty table is the
@@ -49,42 +52,43 @@ def read_sweep(
 
     Raises KdjaxError as `load` does, and where an axis is empty, two cells are the same or an override changes nothing.
     """
-    document = Document.read(file, lambda tables: isinstance(tables.get("experiment"), str))
+    document = Document.read(file, lambda tables: isinstance(tables.get(key), str))
     small = document.data.pop("smoke", {})
     _need(isinstance(small, dict), f"{file}: smoke must be a table of the keys that make the run small")
     if smoke:
         document.data = merge(document.data, small)
     for text in overrides:
         document.override(text)
-    experiment = document.data.pop("experiment", None)
-    _need(isinstance(experiment, str), f"{file}: no experiment is named: add experiment = NAME")
-    kind = kind_of(experiment)
+    name = document.data.pop(key, "")
+    other = next((k for k in VERBS if k in document.data), key)
+    _need(name or other == key, f"{file}: it names an {other}: use kdjax {VERBS[other]}")
+    _need(isinstance(name, str) and name, f"{file}: no {key} is named: add {key} = NAME")
+    kind = kind_of(name)
     entries = document.data.pop("cells", None) or [{}]
     tables = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     _need(tables, f"{file}: cells must be tables: write [[cells]] above each")
-    for key, source in document.sources.items():
-        hidden = all(key in dict(_leaves(entry)) for entry in entries)
-        name = ".".join(key)
-        _need(not hidden, f"{source}: every table of [[cells]] sets {name}: leave them out by --set cells=[]")
+    for path, source in document.sources.items():
+        hidden = all(path in dict(_leaves(entry)) for entry in entries)
+        dotted = ".".join(path)
+        _need(not hidden, f"{source}: every table of [[cells]] sets {dotted}: leave them out by --set cells=[]")
     if not smoke:
-        check_keys(kind, {key: value for key, value in small.items() if key != "cells"}, ("smoke",), document.source)
+        check_keys(kind, {k: value for k, value in small.items() if k != "cells"}, ("smoke",), document.source)
 
     points = []
     for entry in entries:
         tables = merge(document.data, entry)
         axes = _axes(kind, tables)
-        if empty := [key for key, values in axes.items() if not values]:
+        if empty := [axis for axis, values in axes.items() if not values]:
             raise KdjaxError(f"{document.source(empty[0])}: {'.'.join(empty[0])} = []: give at least one value")
-        listed = {key: value for key, value in _leaves(entry) if key not in axes}
+        listed = {path: value for path, value in _leaves(entry) if path not in axes}
         for values in itertools.product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
             points.append((_in_order(kind, listed | point), document.convert(kind, put(tables, point))))
-    cells = tuple(Cell(name, config) for name, (_, config) in zip(_names([p for p, _ in points]), points, strict=True))
-    twins = [name for name, count in collections.Counter(cell.name for cell in cells).items() if count > 1]
+    names = _names([point for point, _ in points])
+    cells = tuple(Cell(cell, config) for cell, (_, config) in zip(names, points, strict=True))
+    twins = [cell for cell, count in collections.Counter(cell.name for cell in cells).items() if count > 1]
     _need(not twins, f"{file}: the sweep has {twins[:1]} twice: drop one")
-    return Sweep(
-        experiment, cells, {"experiment": experiment} | _resolved(document.data, entries, kind, cells[0].config)
-    )
+    return Sweep(name, cells, {key: name} | _resolved(document.data, entries, kind, cells[0].config))
 
 
 def merge(tables: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +181,6 @@ def _said(value: Any) -> str:
     return "+".join(map(_said, value)) if isinstance(value, list) else str(value)
 
 
-def _need(condition: bool, message: str) -> None:
+def _need(condition: object, message: str) -> None:
     if not condition:
         raise KdjaxError(message)

@@ -1,5 +1,10 @@
-"""Measures of a model on text."""
+"""Measures of a model: what `kdjax eval` runs, one module each, and what they are made of."""
 
-from kdjax.evaluate.perplexity import Score as Score
-from kdjax.evaluate.perplexity import Scorer as Scorer
-from kdjax.evaluate.perplexity import pool as pool
+from kdjax.evaluate.rolling import Score as Score
+from kdjax.evaluate.rolling import Scorer as Scorer
+from kdjax.evaluate.rolling import pool as pool
+
+EVALUATIONS = {
+    "perplexity": "kdjax.evaluate.perplexity",
+}
+"""The modules by the name that a config gives, imported at first use."""

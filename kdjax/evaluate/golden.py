@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int32
 
 from kdjax.checkpoint import load_drafter, load_target
 from kdjax.checkpoint.bundle import Bundle, Case
 from kdjax.config import DecodeConfig
-from kdjax.decode import Completion, Decoder, Request, loop
-from kdjax.decode.drafting import Params
-from kdjax.decode.state import DecodeState
+from kdjax.decode import Completion, Decoder, Request
 from kdjax.errors import KdjaxError
-from kdjax.model import k2
+from kdjax.evaluate.divergence import first_difference, margins
+from kdjax.evaluate.forward import Forward
 from kdjax.model.runtime import Runtime
 from kdjax.reference import loop as reference_loop
 from kdjax.reference import model as reference
@@ -51,9 +44,9 @@ def decode_cases(
         if bad := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
             raise KdjaxError(f"prompt token {bad[0]} is outside the vocabulary of {model.config.vocab_size} ids")
         plain = reference_loop.generate(model, None, prompt, max_new_tokens, "autoregressive")
-        margins = _reference_margins(model, prompt, plain.token_ids)
+        gaps = _reference_margins(model, prompt, plain.token_ids)
         if draft is None:
-            yield Case(tuple(prompt), tuple(plain.token_ids), margins)
+            yield Case(tuple(prompt), tuple(plain.token_ids), gaps)
             continue
         proposer = reference_loop.DFlash(*draft, model)
         tree = reference_loop.generate(model, proposer, prompt, max_new_tokens, "tree", tree_budget)
@@ -62,7 +55,7 @@ def decode_cases(
             # The first token is the prompt's; a round that starts with all tokens emitted is the reference's alone.
             if 1 + sum(accepted) < max_new_tokens:
                 accepted.append(len(round_.accepted))
-        yield Case(tuple(prompt), tuple(plain.token_ids), margins, tuple(tree.token_ids), tuple(accepted))
+        yield Case(tuple(prompt), tuple(plain.token_ids), gaps, tuple(tree.token_ids), tuple(accepted))
 
 
 def _reference_margins(model: reference_loop.Target, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
@@ -70,7 +63,7 @@ def _reference_margins(model: reference_loop.Target, prompt: Sequence[int], toke
     text = np.array([*prompt, *tokens[:-1]])
     out = reference.forward(model.params, model.config, text, np.arange(len(text)), reference.empty_cache(model.config))
     logits = reference.logits(model.params, out.hidden[len(prompt) - 1 :])
-    return tuple(np.diff(np.sort(logits, axis=-1)[:, -2:], axis=-1)[:, 0].tolist())
+    return tuple(margins(logits).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +115,7 @@ def check(bundle: Bundle, runtime: Runtime) -> Iterator[Result]:
         target = load_target(target_folder, runtime)
         drafter = load_drafter(drafter_folder, runtime, target.config) if drafter_folder else None
     requests = [Request(prompt_ids=case.prompt, max_new_tokens=len(case.tokens)) for case in bundle.cases]
+    forward = Forward(target, runtime, context=max(len(case.prompt) + len(case.tokens) for case in bundle.cases))
     modes: tuple[Mode, ...] = ("autoregressive", "tree") if drafter else ("autoregressive",)
     for mode in modes:
         config = DecodeConfig(mode=mode, budget=bundle.header.tree_budget if mode == "tree" else 0)
@@ -132,7 +126,7 @@ def check(bundle: Bundle, runtime: Runtime) -> Iterator[Result]:
                 index,
                 mode,
                 len(golden),
-                _divergence(decoder, case, golden, completion),
+                _divergence(forward, case, golden, completion),
                 *(_rounds(case, completion) if mode == "tree" else ()),
             )
 
@@ -144,35 +138,15 @@ def _rounds(case: Case, completion: Completion) -> tuple[tuple[int, ...], tuple[
     return golden, (statistics.rounds, *statistics.accepted_by_depth)
 
 
-def _divergence(decoder: Decoder, case: Case, golden: tuple[int, ...], completion: Completion) -> Divergence | None:
-    pairs = zip(golden, completion.token_ids, strict=True)
-    position = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+def _divergence(forward: Forward, case: Case, golden: tuple[int, ...], completion: Completion) -> Divergence | None:
+    position = first_difference(golden, completion.token_ids)
     if position is None:
         return None
-    text = jnp.asarray([[*case.prompt, *golden[:-1]]], jnp.int32)
-    state = decoder.program.empty_state(1, text.shape[1])
-    margins = _margins(decoder.program, decoder.params, state, text)
+    scores = forward.logits([*case.prompt, *golden[:position]])[-1]
     return Divergence(
         position=position,
         golden_token=golden[position],
         golden_margin=case.margins[position],
         token=completion.token_ids[position],
-        margin=float(margins[len(case.prompt) - 1 + position]),
+        margin=float(margins(scores)),
     )
-
-
-@functools.partial(jax.jit, static_argnames="program")
-def _margins(
-    program: loop.Program, params: Params, state: DecodeState, text: Int32[Array, "1 n"]
-) -> Float32[Array, "n"]:
-    """Gaps between the two best logits after each token, from one causal forward."""
-
-    def logits(params: Params, state: DecodeState, text: Int32[Array, "1 n"]) -> Float32[Array, "n vocab"]:
-        positions = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
-        model, runtime = program.model, program.runtime
-        out = k2.forward(params.target, model, text, positions, state.cache, runtime=runtime)
-        return k2.logits(params.target, model, out.hidden[0], runtime)
-
-    whole = PartitionSpec(None, program.vocabulary_axes or None)
-    best, _ = lax.top_k(loop.on_mesh(program, logits, params, state, text, out_specs=lambda _: whole), 2)
-    return best[:, 0] - best[:, 1]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import tomli_w
 
 from kdjax.config.sweep import Cell, Sweep
@@ -110,13 +111,11 @@ class Run:
             if not self.failures:
                 raise
             findings = [f"nothing is concluded without the cells that failed ({type(error).__name__}: {error})"]
-        metrics = study.METRICS
+        key = next(iter(self._sweep.document))
         summary = {
-            "experiment": self._sweep.experiment,
+            key: self._sweep.name,
             "claim": study.CLAIM,
-            "metrics": {
-                name: {"total": m.total, "per": m.per, "definition": m.definition} for name, m in metrics.items()
-            },
+            "metrics": {name: msgspec.to_builtins(metric) for name, metric in study.METRICS.items()},
             "cells": {r.name: {name: e._asdict() for name, e in r.estimates.items()} for r in results},
             "failed": self.failures,
             "findings": findings,

@@ -8,12 +8,12 @@ import tomllib
 import numpy as np
 import pytest
 
-from experiments.nano.agreement import ROUNDING
 from experiments.nano.config import NanoConfig
 from experiments.nano.evaluate import GROUPS
 from experiments.nano.tables import markdown
 from kdjax.checkpoint import sha256
 from kdjax.config import ModelPair, load
+from kdjax.evaluate.divergence import ROUNDING
 from kdjax.tokenizer.chat import ChatTemplate
 from tests.bundled.conftest import NANO
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from experiments.nano import draft_network, network
-from experiments.nano.agreement import Referee
 from kdjax import drafter as dflash
 from kdjax.decode import DecodeConfig, Decoder, Request
 from kdjax.decode.noise import gumbel
+from kdjax.evaluate.divergence import Referee
 from kdjax.model import k2
 from kdjax.model.cache import KVCache
 from kdjax.model.runtime import CPU_EXACT

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import loops
 from experiments.nano import acceptance, compressors, evaluate
 from experiments.nano.acceptance import Output
 from experiments.nano.config import Cell
 from experiments.nano.tables import markdown
 from kdjax.errors import KdjaxError
-from kdjax.evaluate import Score
+from kdjax.evaluate import Score, loops
 
 
 def output(rounds=2, emitted=6, accepted=(2, 1, 1), loops=False, round_bytes=18, token_ids=(1, 2)):

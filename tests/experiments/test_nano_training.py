@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from experiments.loops import looping
 from experiments.nano import draft_network, export, network, optim, trainer
 from experiments.nano.config import DataConfig, NanoConfig, OptimizerConfig, Phase, TrainConfig
 from experiments.nano.data import domain_shares, read_corpus, windows
@@ -18,6 +17,7 @@ from experiments.nano.state import load_dict, load_tree, save_tree
 from kdjax.checkpoint import load_drafter, load_target
 from kdjax.config.strict import load
 from kdjax.errors import KdjaxError
+from kdjax.evaluate.loops import looping
 from kdjax.model.int4 import dequantize
 from kdjax.model.runtime import Runtime
 

@@ -104,26 +104,34 @@ def test_a_file_cut_anywhere_gives_the_same_run(kdjax, tmp_path):
         assert without_timings(tmp_path / "cut") == without_timings(tmp_path / "whole")
 
 
-def kill_and_continue(tmp_path, kills):
-    (tmp_path / "toy.toml").write_text(SWEEP + "pause = 0.05\n")
-    command = [sys.executable, "-m", "tests.run.toy_main", "run", str(tmp_path / "toy.toml"), "--no-plots", "--out"]
+def kill_and_continue(tmp_path, verb, kills):
+    """Kills begin after the run has found out where it was, and come at any moment of the work that is left."""
+    key = {"run": "experiment", "eval": "evaluation"}[verb]
+    x = list(range(1, 2 + kills))
+    (tmp_path / "toy.toml").write_text(f'{key} = "toy"\nx = {x}\nunits = 3\npause = 0.1\n')
+    command = [sys.executable, "-m", "tests.run.toy_main", verb, str(tmp_path / "toy.toml"), "--no-plots", "--out"]
     subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     chance = random.Random(0)
     for _ in range(kills):
-        victim = subprocess.Popen([*command, str(tmp_path / "killed")], stdout=subprocess.DEVNULL)
+        before = written(metrics)
+        victim = subprocess.Popen([*command, str(metrics.parent)], stdout=subprocess.DEVNULL)
         until = time.monotonic() + 60
-        while not metrics.exists() and victim.poll() is None and time.monotonic() < until:
-            time.sleep(0.01)
+        while written(metrics) == before and time.monotonic() < until:
+            time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.6))
         victim.send_signal(signal.SIGKILL)
-        victim.wait()
-    subprocess.run([*command, str(tmp_path / "killed")], check=True, capture_output=True)
-    assert without_timings(tmp_path / "killed") == without_timings(tmp_path / "whole")
+        assert victim.wait() == -signal.SIGKILL  # not at its end: there was work left
+    subprocess.run([*command, str(metrics.parent)], check=True, capture_output=True)
+    assert without_timings(metrics.parent) == without_timings(tmp_path / "whole")
+
+
+def written(file):
+    return file.exists() and (file.stat().st_ino, file.stat().st_size)
 
 
 def test_a_killed_run_continues(tmp_path):
-    kill_and_continue(tmp_path, 1)
+    kill_and_continue(tmp_path, "eval", 1)
 
 
 def test_ctrl_c_keeps_the_finished_cells(tmp_path, foreground):
@@ -140,8 +148,9 @@ def test_ctrl_c_keeps_the_finished_cells(tmp_path, foreground):
 
 
 @pytest.mark.full
-def test_a_run_killed_ten_times_continues(tmp_path):
-    kill_and_continue(tmp_path, 10)
+@pytest.mark.parametrize("verb", ["run", "eval"])
+def test_a_run_killed_ten_times_continues(tmp_path, verb):
+    kill_and_continue(tmp_path, verb, 10)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.run import toy, toy_units
 from tests.run.test_runner import without_timings
 
 study: Any = toy_units
-SWEEP = 'experiment = "toy_units"\nx = [1, 2]\nunits = 4\n'
+SWEEP = 'evaluation = "toy"\nx = [1, 2]\nunits = 4\n'
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def begin(tmp_path, monkeypatch):
 
     def call(folder, text=SWEEP):
         file.write_text(text)
-        return Run(study, read_sweep(file, kind_of=lambda _: toy_units.Config), tmp_path / folder)
+        return Run(study, read_sweep(file, key="evaluation", kind_of=lambda _: toy_units.Config), tmp_path / folder)
 
     return call
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kdjax.checkpoint import Target
 from kdjax.errors import KdjaxError
 from kdjax.evaluate import Scorer, pool
-from kdjax.evaluate.perplexity import windows
+from kdjax.evaluate.rolling import windows
 from kdjax.reference import model as reference
 from tests.model.small import CONFIG, FLOAT32, random_params
 

@@ -1,13 +1,12 @@
-"""Prompts of experiments: what is read and what is refused; and that the bundled ones are usable."""
+"""Prompts of experiments and evaluations: what is read and what is refused; and that the bundled ones are usable."""
 
 import collections
 
-import numpy as np
 import pytest
 
-from experiments import calibration, workbench
-from experiments.workbench import PromptsSection
 from kdjax.errors import KdjaxError
+from kdjax.evaluate import documents
+from kdjax.evaluate.workbench import PromptsSection
 
 ONE = '{"id": "a", "domain": "python", "text": "import json"}\n'
 
@@ -17,7 +16,7 @@ def prompts(tmp_path):
     def read(text, **section):
         file = tmp_path / "prompts.jsonl"
         file.write_text(text)
-        return workbench.read_prompts(PromptsSection(file=str(file), **section))
+        return documents.read(PromptsSection(file=str(file), **section), "prompts")
 
     return read
 
@@ -50,17 +49,12 @@ def test_bad_prompts_are_named(prompts, text, section, said):
 
 def test_missing_prompt_files_are_named():
     with pytest.raises(KdjaxError, match="no such file: give JSON lines or bundled:NAME"):
-        workbench.prompt_file(PromptsSection(file="nowhere.jsonl"))
+        documents.file_of(PromptsSection(file="nowhere.jsonl"), "prompts")
     with pytest.raises(KdjaxError, match=r"did you mean mixed\?"):
-        workbench.prompt_file(PromptsSection(file="bundled:mixd"))
+        documents.file_of(PromptsSection(file="bundled:mixd"), "prompts")
 
 
 def test_bundled_prompts_mix_the_domains_from_the_first_on():
-    found = workbench.read_prompts(PromptsSection())
+    found = documents.read(PromptsSection(), "prompts")
     assert len(found) == 24 and len({p.text for p in found}) == 24
     assert collections.Counter(p.domain for p in found[:4]) == {"python": 2, "docs": 1, "prose": 1}
-
-
-def test_calibration_error_is_the_mean_distance_of_the_bins():
-    bins = np.array([[10.0, 1.0, 3.0], [30.0, 27.0, 27.0], [0.0, 0.0, 0.0]])  # drafts, sum of probabilities, accepted
-    assert calibration.calibration_error(bins) == pytest.approx(2 / 40)
