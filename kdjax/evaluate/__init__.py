@@ -5,6 +5,8 @@ from kdjax.evaluate.rolling import Scorer as Scorer
 from kdjax.evaluate.rolling import pool as pool
 
 EVALUATIONS = {
+    "agreement": "kdjax.evaluate.agreement",
+    "exactness": "kdjax.evaluate.exactness",
     "perplexity": "kdjax.evaluate.perplexity",
 }
 """The modules by the name that a config gives, imported at first use."""
