@@ -77,11 +77,11 @@ def units(config: Config) -> list[str]:
 
 
 def measure(config: Config, units: Sequence[str]) -> Iterator[Record]:
-    reference, test = (_scorer(config, side) for side in (config.reference, config.test))
+    test = _scorer(config, config.test)
     pieces = _pieces(config)
     for unit in units:
         domain, tokens = pieces[unit]
-        yield {"unit": unit, "domain": domain, **compare(reference(tokens), test(tokens))}
+        yield {"unit": unit, "domain": domain, **compare(_reference(config, tokens), test(tokens))}
 
 
 def compare(reference: Float[np.ndarray, "n vocab"], test: Float[np.ndarray, "n vocab"]) -> Record:
@@ -124,13 +124,12 @@ def _folder(config: Config, side: Side) -> Path:
 def _pieces(config: Config) -> dict[str, Piece]:
     """By name: the id of the text, then the number of the piece."""
     tokenizer = Tokenizer.from_checkpoint(locate(config.model, needs_drafter=False)[0])
-    (start,) = tokenizer.prompt_prefix
     found = {}
     for document in documents.read(config.texts, "texts"):
         ids = tokenizer.encode(document.text)
         size = config.window - 1  # after the start token
         for number, first in enumerate(range(0, len(ids), size)[: config.pieces]):
-            found[f"{document.id}:{number}"] = Piece(document.domain, [start, *ids[first : first + size]])
+            found[f"{document.id}:{number}"] = Piece(document.domain, [tokenizer.start_id, *ids[first : first + size]])
     return found
 
 
@@ -139,8 +138,28 @@ def _scorer(config: Config, side: Side) -> Callable[[Sequence[int]], Float[np.nd
     if side.engine == "numpy":
         return _referee(_folder(config, side)).logits
     section = config.model if side.target is None else msgspec.structs.replace(config.model, target=side.target)
+    return _forward(section, side, config.window).logits
+
+
+@functools.lru_cache(maxsize=2)
+def _forward(section: ModelSection, side: Side, window: int) -> Forward:
     target, _, runtime = workbench.model(section, side, side.mesh)
-    return Forward(target, runtime, context=config.window).logits
+    return Forward(target, runtime, context=window)
+
+
+_kept: dict[object, Float[np.ndarray, "n vocab"]] = {}
+KEPT_BYTES = 2**30
+
+
+def _reference(config: Config, tokens: Sequence[int]) -> Float[np.ndarray, "n vocab"]:
+    """Logits of the reference side, kept for the cells to come as long as there is room: NumPy takes its time."""
+    key = config.model, config.reference, tuple(tokens)
+    if key in _kept:
+        return _kept[key]
+    logits = _scorer(config, config.reference)(tokens)
+    if sum(kept.nbytes for kept in _kept.values()) + logits.nbytes <= KEPT_BYTES:
+        _kept[key] = logits
+    return logits
 
 
 @functools.lru_cache(maxsize=2)

@@ -126,10 +126,14 @@ def _verdict(result: Result) -> str:
     said = f"{len(partings)} of {n} outputs part from plain decoding{_margins(partings)}"
     if not exact:
         return said
-    if all(abs(parting.get("reference_margin", 1.0)) < ROUNDING for parting in partings):
-        return f"{said}; all of them at scores that float32 does not tell apart ({ROUNDING:g}), which is allowed"
-    worst = next(r for r in result.records if abs(r.get("parting", {}).get("reference_margin", 0.0)) >= ROUNDING)
-    return f"NOT EXACT, though float32 requires it: {said}; one is {worst['unit']!r}"
+    if worst := [record["unit"] for record in result.records if "parting" in record and not _is_rounding(record)]:
+        return f"NOT EXACT, though float32 requires it: {said}; more than rounding parts {', '.join(map(repr, worst))}"
+    return f"{said}; all of them at scores that float32 does not tell apart ({ROUNDING:g}), which is allowed"
+
+
+def _is_rounding(record: Record) -> bool:
+    margin = record["parting"].get("reference_margin")
+    return margin is not None and abs(margin) < ROUNDING
 
 
 def _margins(partings: Sequence[Record]) -> str:

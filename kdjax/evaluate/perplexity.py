@@ -63,11 +63,10 @@ def measure(config: Config, units: Sequence[str]) -> Iterator[Record]:
     target, tokenizer, runtime = workbench.model(config.model, config.runtime, config.mesh)
     window = config.window or target.config.max_position_embeddings
     scorer = Scorer(target, runtime, window=window, stride=config.stride or window)
-    (start,) = tokenizer.prompt_prefix
     wanted = set(units)
     for document in documents.read(config.texts, "texts"):
         if document.id in wanted:
-            score = scorer.text(document.text, tokenizer.encode, start)
+            score = scorer.text(document.text, tokenizer.encode, tokenizer.start_id)
             words = len(re.split(r"\s+", document.text))
             yield {"unit": document.id, "domain": document.domain, **score._asdict(), "words": words}
 

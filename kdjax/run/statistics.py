@@ -155,7 +155,7 @@ def _value(metric: Metric, units: Sequence[np.ndarray]) -> float:
 def _ratio(metric: Metric, total: ArrayLike, per: ArrayLike) -> np.ndarray:
     total, per = np.asarray(total, np.float64), np.asarray(per, np.float64)
     ratio = np.divide(total, per, out=np.zeros_like(total), where=per != 0)
-    return ratio if metric.base is None else metric.base**ratio
+    return np.asarray(ratio if metric.base is None else metric.base**ratio)
 
 
 def _resampled(metric: Metric, units: Sequence[np.ndarray], seed: int) -> np.ndarray:

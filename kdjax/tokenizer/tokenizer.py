@@ -87,6 +87,11 @@ class Tokenizer:
         """From a tiktoken model file alone, with the chat template that ships with kdjax."""
         return cls(read_ranks(Path(path)))
 
+    @property
+    def start_id(self) -> int:
+        """What a text is scored after: the token that starts a prompt, or `[BOS]` where none does."""
+        return self.prompt_prefix[0] if self.prompt_prefix else self.bos_id
+
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> Tokenizer:
         """From a checkpoint folder: `tiktoken.model`, and `chat_template.jinja`, `tokenizer_config.json` where present.
