@@ -195,16 +195,19 @@ def draw(results: Sequence[Result], figure: Any) -> None:
     for style, result in enumerate(results):
         color, marker, dashes = plot.STYLES[style % len(plot.STYLES)]
         kl = np.sort([value for record in result.records for value in record["kl"]])
-        left.plot(np.maximum(kl, FLOOR), 1 - np.arange(len(kl)) / len(kl), color=color, linestyle=dashes)
         partings = np.reshape(_partings(result), (-1, 2))
-        label = f"{result.name} ({len(partings)} of {len(kl)})"
-        right.plot(*partings.T, color=color, marker=marker, linestyle="none", markersize=5, alpha=0.7, label=label)
-        left.plot([], [], color=color, linestyle=dashes, label=result.name)
-    left.set(xscale="log", yscale="log", xlabel="KL(reference || test), nats", ylabel="share of tokens at least so far")
-    right.set(xlabel="margin in the reference", ylabel="margin in the test", title="where the first choices differ")
+        left.plot(np.maximum(kl, FLOOR), 1 - np.arange(len(kl)) / len(kl), color=color, linestyle=dashes)
+        right.plot(*partings.T, color=color, marker=marker, linestyle="none", markersize=5, alpha=0.7)
+        label = f"{result.name}: {len(partings)} of {len(kl)} first choices differ"
+        figure.gca().plot([], [], color=color, marker=marker, linestyle=dashes, label=label)
+    left.set(
+        xscale="log", yscale="log", xlabel="KL(reference || test), nats", ylabel="share of tokens with at least that"
+    )
+    right.set(xlim=(0, None), ylim=(0, None), title="where the first choices differ")
+    right.set(xlabel="margin in the reference", ylabel="margin in the test")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+    figure.legend(loc="outside lower center", fontsize=8)
 
 
 FLOOR = 1e-17
