@@ -147,7 +147,9 @@ def _margins(partings: Sequence[Record]) -> str:
 
 def draw(results: Sequence[Result], figure: Any) -> None:
     left, right = figure.subplots(1, 2)
-    plot.bars(left, [result.name for result in results], [result.estimates["identical"] for result in results])
+    labels = [result.name.replace(" ", "\n") for result in results]
+    plot.bars(left, labels, [result.estimates["identical"] for result in results])
     left.set(xlabel="share of identical outputs", xlim=(0, 1.02))
-    plot.bars(right, ["" for _ in results], [result.estimates["tau_micro"] for result in results], 1)
-    right.set(xlabel="tau micro: tokens per verify pass, bonus included")
+    left.tick_params(axis="y", labelsize=8)
+    plot.bars(right, [""] * len(results), [result.estimates["tau_micro"] for result in results], 1)
+    right.set(xlabel="tau micro, bonus included")

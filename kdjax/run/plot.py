@@ -65,11 +65,12 @@ def log_x(axes: Any, values: Sequence[int]) -> None:
 
 
 def bars(axes: Any, labels: Sequence[str], estimates: Sequence[Estimate], style: int = 0) -> None:
-    """Horizontal bars, the first on top, each with its value and interval."""
+    """Horizontal bars, the first on top, each with its label, if any, its value and interval."""
     places = range(len(labels))
     values = [e.value for e in estimates]
     axes.barh(places, values, xerr=_spread(estimates), color=STYLES[style % len(STYLES)][0], alpha=0.7, capsize=3)
-    axes.set_yticks(places, [f"{label}: {value:.3g}" for label, value in zip(labels, values, strict=True)])
+    said = [f"{label}: {value:.3g}" if label else f"{value:.3g}" for label, value in zip(labels, values, strict=True)]
+    axes.set_yticks(places, said)
     axes.invert_yaxis()
 
 
