@@ -83,7 +83,8 @@ class Batch:
         self._oldest = list(range(programs.slots))
         self._state: DecodeState | None = None
         self._ahead: loop.Report | None = None
-        self._rounds = _FIRST_ROUNDS
+        self._first = min(_FIRST_ROUNDS, programs.config.rounds_per_call)
+        self._rounds = self._first
         self._ready = 0.0
 
     @property
@@ -134,7 +135,7 @@ class Batch:
         self._read[place.slot] = prompt
         read, shared = self.prompt_tokens
         self.prompt_tokens = PromptTokens(read + len(prompt) - place.shared, shared + place.shared)
-        self._rounds = _FIRST_ROUNDS
+        self._rounds = self._first
         return [self._collect(place.slot, report)]
 
     def _advance(self) -> list[Commit | Failure]:
