@@ -58,12 +58,14 @@ def inputs(
     runtime: RuntimeSection,
     prompts: PromptsSection | None = None,
     mesh: MeshConfig = ONE_DEVICE,
+    *,
+    needs_drafter: bool = True,
 ) -> Inputs:
     """What the provenance has to pin. Raises KdjaxError where one of them is missing."""
-    target, drafter = locate(model, needs_drafter=True)
-    assert drafter is not None
+    target, drafter = locate(model, needs_drafter=needs_drafter)
     files = {"prompts": documents.file_of(prompts, "prompts")} if prompts else {}
-    return Inputs({"target": target, "drafter": drafter}, files, runtime_of(runtime, mesh).backend)
+    checkpoints = {"target": target} | ({"drafter": drafter} if drafter else {})
+    return Inputs(checkpoints, files, runtime_of(runtime, mesh).backend)
 
 
 def model(section: ModelSection, runtime: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> Model:
@@ -131,7 +133,7 @@ def decoder(
     mesh: MeshConfig = ONE_DEVICE,
 ) -> Decoder:
     """Compiled once for all cells that decode alike."""
-    models = pair(section, runtime, mesh)
-    context = min(context, models.target.config.max_position_embeddings)
-    drafter = None if config.mode == "autoregressive" else models.drafter
-    return Decoder(models.target, drafter, config, models.runtime, slots=slots, context=context)
+    target, _, numerics = model(section, runtime, mesh)
+    context = min(context, target.config.max_position_embeddings)
+    drafter = None if config.mode == "autoregressive" else pair(section, runtime, mesh).drafter
+    return Decoder(target, drafter, config, numerics, slots=slots, context=context)

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kdjax", "jax", "jaxlib", "flax", "numpy", "msgspec", "tiktoken")
+PACKAGES = ("kdjax", "jax", "jaxlib", "flax", "numpy", "msgspec", "tiktoken", "math-verify")
 HASHED_WHOLE = 64 * 2**20
 
 
