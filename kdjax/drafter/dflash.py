@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         q, k, v = self.project(x)
         query = rotate(self.q_norm(self.heads(q)), cos_sin)
         k, v = self.keys_values(k, v, cos_sin)
-        seen = dict(causal=self.causal, window=self.window)
+        seen: dict[str, Any] = {"causal": self.causal, "window": self.window}
         out = draft_attention(query, k, v, context_k, context_v, start, **seen, backend=self.backend)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 

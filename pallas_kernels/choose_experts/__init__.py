@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.choose_experts import triton, xla
@@ -28,7 +30,7 @@ def choose_experts(
     """
     if backend not in BACKENDS:
         raise NotImplementedError(f"choose_experts: {backend=} is not supported; supported: {', '.join(BACKENDS)}")
-    rule = dict(top_k=top_k, norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
+    rule: Any = dict(top_k=top_k, norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
     if backend == "xla":
         return xla.choose(logits, bias, **rule)
     return triton.choose(logits, bias, **rule, interpret=backend == "interpret")

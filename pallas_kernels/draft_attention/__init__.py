@@ -43,7 +43,8 @@ def draft_attention(
     """
     if backend not in BACKENDS:
         raise NotImplementedError(f"draft_attention: {backend=} is not supported; supported: {', '.join(BACKENDS)}")
-    inside = block_sees(*query.shape[:2], causal)
+    slots, block = query.shape[:2]
+    inside = block_sees(slots, block, causal)
     grouped = group(query, k.shape[2])
     if backend == "xla":
         state = xla.over_context(grouped, context_k, context_v, start, window, first=(k, v, inside))
