@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import pathlib
 import time
@@ -80,7 +81,9 @@ def train(
     key = jax.random.key(config.seed)
     zero = jnp.zeros((), jnp.float32)
     opened = time.monotonic()
-    programs = {phase: chunk(phase).lower(state, context, key, zero).compile() for phase in config.phases}
+    lowered = [chunk(phase).lower(state, context, key, zero) for phase in config.phases]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = dict(zip(config.phases, pool.map(lambda program: program.compile(), lowered), strict=True))
     start = time.monotonic()
     console.print(f"compiled {len(programs)} programs in {start - opened:.1f} s")
     # Progress counts training time only, so that the schedule is whole however long compilation took.
