@@ -1,7 +1,7 @@
 """The target in the form that trains fast: whole sequences, every expert in one matmul, INT4 by fake quantisation.
 
-It computes the same function as `kdjax.model` (a test compares them); only the execution differs. With 16 small
-experts, masking the unchosen ones is cheaper on a GPU than dispatching tokens to them.
+It computes the same function as `kdjax.model` (a test compares them); only the execution differs. With a few
+small experts, masking the unchosen ones is cheaper on a GPU than dispatching tokens to them.
 """
 
 from __future__ import annotations

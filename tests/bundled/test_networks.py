@@ -149,7 +149,7 @@ def test_chain_accepts_what_the_training_form_would_draft(target, drafter, train
 
     A context row that is missing, stale or shifted after some commit changes later drafts.
     """
-    written = "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser("
+    written = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
     prompts = [tuple(tokenizer.encode_prompt(written)), tuple(int(t) for t in tokens[:64])]
     limit, extra = 96, drafter.config.block_size
     decoder = Decoder(
