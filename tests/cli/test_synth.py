@@ -13,7 +13,8 @@ NANO = str(ROOT / "configs" / "models" / "nano.toml")
 
 def test_a_synthetic_pair_is_quantised_and_generates(tmp_path, capsys, cache, monkeypatch):
     monkeypatch.setenv("KDJAX_CACHE_DIR", str(cache))
-    size = ["--layers", "2", "--set", "target.n_routed_experts=4", "--set", "drafter.num_hidden_layers=1"]
+    experts = ["--set", "target.n_routed_experts=4", "--set", "target.num_experts_per_tok=2"]
+    size = ["--layers", "2", *experts, "--set", "drafter.num_hidden_layers=1"]
     size += ["--set", 'drafter.layer_types=["full_attention"]']
     assert main(["synth", NANO, "--out", str(tmp_path), "--dense", *size]) == 0
     assert main(["quantize", str(tmp_path / "target"), "--out", str(tmp_path / "int4"), "--scale", "max/7"]) == 0
@@ -34,7 +35,7 @@ def test_a_synthetic_pair_is_quantised_and_generates(tmp_path, capsys, cache, mo
             ["synth", NANO, "--out", "x", "--layers", "0"],
             "--layers: expected an integer of at least 1, not '0'",
         ),
-        (["synth", NANO, "--out", "x", "--layers", "9"], "the model has 8 layers, not 9"),
+        (["synth", NANO, "--out", "x", "--layers", "9"], "the model has 7 layers, not 9"),
         (["synth", NANO, "--out", "x", "--set", "target.layers=1"], "unknown key 'layers' in [target]"),
         (["synth", "nowhere.toml", "--out", "x"], "nowhere.toml: no such config file"),
         (["quantize", "nowhere", "--out", "x"], "nowhere/config.json does not exist"),

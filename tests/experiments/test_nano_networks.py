@@ -25,7 +25,7 @@ def widen(tree):
 
 @pytest.fixture
 def target(random_params):
-    bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16)) * 0.05, jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(2, TARGET.n_routed_experts)) * 0.05, jnp.float32)
     return random_params(network.init_params, TARGET), bias
 
 
