@@ -3,11 +3,12 @@
 import gc
 import os
 
+from tests import xla
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # threads of BLAS spin while they wait: on a shared machine small NumPy products become fifty times slower
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# most of the suite's time is compilation of programs that run once: unoptimised code is compiled twice as fast
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", xla.flags(devices=8))
 
 import jax
 import pytest
@@ -17,6 +18,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hook = install_import_hook(["kdjax", "pallas_kernels"], "beartype.beartype")
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Compilation keeps one core busy, so files run side by side; not on a GPU, whose memory one process takes."""
+    one_file = len(config.args) == 1 and ".py" in config.args[0]
+    alone = one_file or os.environ["JAX_PLATFORMS"] != "cpu"
+    return 0 if alone else min(os.cpu_count() or 1, 4)
 
 
 @pytest.fixture(scope="module", autouse=True)

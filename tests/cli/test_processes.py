@@ -16,6 +16,7 @@ from kdjax.checkpoint import save_drafter, save_target
 from kdjax.cli import main
 from kdjax.errors import KdjaxError
 from kdjax.sharding import joined
+from tests import xla
 from tests.checkpoint.random_models import random_drafter, random_target
 from tests.sharding import own_case
 
@@ -39,10 +40,9 @@ def model(tmp_path_factory) -> list[str]:
 
 
 def start(command: list[str], port: int, index: int) -> subprocess.Popen:
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     return subprocess.Popen(
         [sys.executable, "-m", "kdjax.cli", *command, "--processes", f"127.0.0.1:{port},2,{index}"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla.flags(devices=4)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
