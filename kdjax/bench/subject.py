@@ -210,7 +210,10 @@ def _maker(mesh: Mesh | None, structure: Any, values: tuple[_Value, ...]) -> Cal
 
 
 def hundredth(pair: ModelPair) -> ModelPair:
-    """A model of the same structure with small matrices, for trying a measurement; cut up to eight ways."""
+    """A model of the same structure with few layers and small matrices, for trying a measurement; cut up to eight ways.
+
+    The drafter keeps its last two layers, of which K2.6's slide and attend fully.
+    """
     layers, window = min(2, pair.target.num_hidden_layers), 64
     target, drafter = shorten(pair.target, pair.drafter, layers)
     alike: dict[str, Any] = {
@@ -234,5 +237,6 @@ def hundredth(pair: ModelPair) -> ModelPair:
     if drafter is not None:
         small: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 16, "mask_token_id": alike["vocab_size"] - 1}
         small |= {"sliding_window": None if drafter.sliding_window is None else window}
+        small |= {"layer_types": drafter.layer_types[-2:], "num_hidden_layers": len(drafter.layer_types[-2:])}
         drafter = msgspec.structs.replace(drafter, **alike, **small)
     return ModelPair(target=target, drafter=drafter)
