@@ -126,6 +126,13 @@ def test_a_mesh_runs_its_exchanges(tmp_path):
     assert row["all_reduce_ms"] is None and row["distinct_experts_are"] == "expected"
 
 
+def test_the_read_ceiling_of_a_cpu_leaves_room_on_a_laptop(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(step, "measure", lambda *args: given.append(args[3]) or ())
+    assert main(["bench", "step", str(CONFIGS / "models" / "nano.toml"), "--out", str(tmp_path / "x.json")]) == 0
+    assert given[0].ceiling_bytes == 2**28 < step.Settings(()).ceiling_bytes
+
+
 def test_a_program_that_calls_the_host_is_found():
     def calls(x):
         jax.debug.callback(lambda _: None, x)
