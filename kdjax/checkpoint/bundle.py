@@ -1,6 +1,6 @@
 """Golden bundles: weights, prompts, and the tokens that the NumPy reference decodes from them, in one safetensors file.
 
-The format is described in docs/bundles.md.
+The format is described in docs/guides/bundle.md.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     tree_accepted: tuple[int, ...] = ()
 
     def arrays(self) -> dict[str, np.ndarray]:
+        """As the bundle stores them, by the last part of the tensor's name."""
         return {
             "prompt": np.array(self.prompt, np.int32),
             "autoregressive.tokens": np.array(self.tokens, np.int32),

@@ -25,9 +25,11 @@ class Monitor:
         self.read_s = self.transfer_s = self.layout_s = 0.0
 
     def begin(self, total: int) -> None:
+        """A load of `total` bytes starts."""
         self.total, self.done = total, 0
 
     def advance(self, nbytes: int) -> None:
+        """So many more bytes were read."""
         self.done += nbytes
         if self._progress:
             self._progress(self.done, self.total)
@@ -41,10 +43,13 @@ class Monitor:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
+        """The time within counts as `read_s`."""
         return self._timed("read_s")
 
     def transferring(self) -> contextlib.AbstractContextManager[None]:
+        """The time within counts as `transfer_s`."""
         return self._timed("transfer_s")
 
     def arranging(self) -> contextlib.AbstractContextManager[None]:
+        """The time within counts as `layout_s`."""
         return self._timed("layout_s")

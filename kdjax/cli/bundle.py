@@ -111,7 +111,8 @@ def _make(args: argparse.Namespace) -> int:
     write_bundle(args.out, target, drafter, cases, tree_budget=args.budget, weights=args.weights)
     margin = min(min(case.margins) for case in cases)
     size = args.out.stat().st_size / 1e6
-    print(f"{args.out}: {len(cases)} prompts, {new} tokens each, smallest margin {margin:.2e} logits, {size:.2f} MB")
+    count = f"{len(cases)} prompt{'s' * (len(cases) > 1)}"
+    print(f"{args.out}: {count}, {new} tokens each, smallest margin {margin:.2e} logits, {size:.2f} MB")
     return 0
 
 

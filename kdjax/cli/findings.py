@@ -56,15 +56,16 @@ def show_comparison(found: Comparison, console: Console) -> None:
     for one, other, metric, d in found.rows:
         cell = one if one == other else f"{one} | {other}"
         interval = "" if d.low is None else f" [{d.low:+.3g}, {d.high:+.3g}]"
+        interval += " *" if d.p is None and d.is_significant else ""
         change = "-" if d.change is None else f"{d.change:+.1%}"
         units = f"{d.n} paired" if d.paired else f"{d.n}"
         figures = (f"{d.a:.4g}", f"{d.b:.4g}", f"{d.difference:+.3g}{interval}", change, units)
-        p = "" if d.p is None else f"{d.p:.3g}"
+        p = "" if d.p is None else f"{d.p:.3g}{' *' if d.is_significant else ''}"
         table.add_row(cell, metric, *figures, *([p] if tested else []), style="bold" if d.is_significant else "")
     console.print(table)
-    console.print("Brackets: 95 % confidence interval, bootstrap over units; bold: it leaves out zero.", style="dim")
+    console.print("Brackets: 95 % confidence interval, bootstrap over units; *: it leaves out zero.", style="dim")
     if tested:
-        console.print("p: McNemar's exact test of units that only one side got right; bold: below 0.05.", style="dim")
+        console.print("p: McNemar's exact test of units that only one side got right; *: below 0.05.", style="dim")
     for side, cells in (("A", found.only_a), ("B", found.only_b)):
         if cells:
             console.print(f"only in {side}: {'; '.join(cells)}", highlight=False)

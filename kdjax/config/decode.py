@@ -19,7 +19,19 @@ COLDEST = 1e-6
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off. Hashable."""
+    """How a token is chosen from logits. Hashable.
+
+    Every filter looks at p = softmax(logits / temperature); what passes all of them is drawn by Gumbel-max.
+
+    Attributes:
+        temperature: 0 is greedy, else at least 1e-6.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the shortest list of most likely tokens whose mass reaches this; 1 keeps all.
+        min_p: keep tokens of at least this share of the largest p; 0 keeps all.
+
+    Raises:
+        KdjaxError: a value out of range.
+    """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: AtLeast0 = 0
@@ -41,11 +53,17 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class DecodeConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a decode program is compiled for: every field is static. Hashable.
+    """What a decode program is compiled for: every field is static. Hashable. The fields of `Sampling`, and:
 
-    `budget` counts tree nodes without the root. A chain drafts min(budget, block_size - 1) tokens; autoregressive
-    decoding none. `rounds_per_call` is the number of verify rounds between two looks of the host: smaller streams more
-    smoothly, larger wastes less. `prefill_chunk` counts prompt tokens per forward, at most the context.
+    Attributes:
+        mode: "tree" (DDTree), "chain" (plain DFlash) or "autoregressive".
+        budget: tree nodes, the root not counted. A chain drafts min(budget, block_size - 1) tokens; autoregressive
+            decoding none.
+        rounds_per_call: verify rounds between two looks of the host: smaller streams more smoothly, larger wastes less.
+        prefill_chunk: prompt tokens per forward, at most the context.
+
+    Raises:
+        KdjaxError: an unknown mode, or a value out of range.
     """
 
     mode: Mode = "tree"
@@ -67,4 +85,5 @@ class DecodeConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def sampling(self) -> Sampling:
+        """The fields of `Sampling` alone."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)

@@ -64,6 +64,8 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class GenerateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `configs/generate/*.toml`: a table for each of the sections, all of them optional."""
+
     model: ModelSection = ModelSection()
     prompt: PromptSection = PromptSection()
     decode: DecodeSection = DecodeSection()

@@ -28,6 +28,9 @@ class MeshConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         outside_experts: whether the expert axis splits heads, vocabulary and dense widths like `tensor`, or repeats
             them. Repeating costs memory; it serves models with fewer heads than devices.
         drafter: whether the drafter's heads and widths are split like those of the target, or repeated everywhere.
+
+    Raises:
+        KdjaxError: an axis below 1.
     """
 
     tensor: AtLeast1 = 1
@@ -43,6 +46,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def devices(self) -> int:
+        """How many the mesh is made of."""
         return self.expert * self.sequence * self.tensor
 
     def size(self, axes: Axes) -> int:
@@ -59,6 +63,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def all_axes(self) -> Axes:
+        """Every axis of more than one part."""
         return self._used(*AXES)
 
     @property
@@ -68,6 +73,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def expert_axes(self) -> Axes:
+        """Of the routed experts."""
         return self._used("expert")
 
     @property

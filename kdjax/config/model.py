@@ -35,8 +35,12 @@ class Int4Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A Kimi-K2 / DeepSeek-V3 text model. Hashable, so it can be a static argument of `jax.jit`.
 
-    `latent_norm_eps` is the epsilon of `q_a_layernorm` and `kv_a_layernorm`: 1e-6 in Moonshot's modeling file,
-    whatever `rms_norm_eps` says. `experts_int4` is None where routed experts are stored as bf16.
+    Fields are named like the keys of a Hugging Face `config.json`. `latent_norm_eps` is the epsilon of `q_a_layernorm`
+    and `kv_a_layernorm`: 1e-6 in Moonshot's modeling file, whatever `rms_norm_eps` says. `experts_int4` is None where
+    routed experts are stored as bf16; `max_position_embeddings` is the longest context, in tokens.
+
+    Raises:
+        KdjaxError: more experts per token than there are, or an odd rotary dimension.
     """
 
     vocab_size: int
@@ -77,6 +81,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def qk_head_dim(self) -> int:
+        """Width of a query or materialised key head: the part without position, then the rotary part."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -85,14 +90,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def is_moe(self, layer: int) -> bool:
+        """Whether this layer (0-based) has routed experts; the first `first_k_dense_replace` have one dense MLP."""
         return layer >= self.first_k_dense_replace
 
 
 class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A DFlash block-diffusion drafter (Qwen3-style layers). Hashable.
 
-    `is_causal` overrides the in-block causality of every layer; None means causal in sliding layers and
-    bidirectional in full ones.
+    Fields are named like the keys of its `config.json` and of the `dflash_config` in it. `block_size` counts the bonus
+    token, so a round drafts one less. `target_layer_ids` are 0-based layers of a target with `num_target_layers`.
+    `is_causal` overrides the in-block causality of every layer; None means causal in sliding layers and bidirectional
+    in full ones. `sliding_window` is in tokens.
+
+    Raises:
+        KdjaxError: fields that contradict each other.
     """
 
     vocab_size: int
@@ -141,6 +152,7 @@ class DrafterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def causal_in_block(self, layer: int) -> bool:
+        """Whether a position of the block sees only itself and the positions before it, in this layer."""
         return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
 
 

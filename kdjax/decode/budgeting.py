@@ -29,6 +29,9 @@ class CostAware:
         seconds: measured time of a round at each width, with all slots running.
         scope: "batch" takes the one width at which the running streams together get the most; "stream" lets each take
             its own best, and verifies in the smallest width that holds them all.
+
+    Raises:
+        KdjaxError: widths that do not rise from 0 or more, or without one positive time each.
     """
 
     widths: tuple[int, ...]

@@ -56,7 +56,10 @@ class Timings(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A stream from its first token on; `finish_reason` is None while it runs."""
+    """A stream from its first token on; `finish_reason` is None while it runs.
+
+    "stop": its last token is one of the request's stop tokens; "length": it has `max_new_tokens`.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
@@ -65,7 +68,10 @@ class Completion(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Tokens that one call added to a stream, and the stream so far, whose `finish_reason` ends it."""
+    """Tokens that one call added to a stream, and the stream so far, whose `finish_reason` ends it.
+
+    `slot` and `request` are numbers counted from 0; `request` is that of the sequence which was submitted.
+    """
 
     slot: int
     request: int
@@ -74,4 +80,5 @@ class Commit(NamedTuple):
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """That of the stream; None while it runs."""
         return self.so_far.finish_reason

@@ -69,7 +69,7 @@ class Drafting(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DFlash:
-    """The DFlash drafter with the embeddings and the lm_head of its target."""
+    """The DFlash drafter with the embeddings and the lm_head of its target; methods as of `Drafting`."""
 
     config: DrafterConfig
     target: ModelConfig

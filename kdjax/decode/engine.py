@@ -31,6 +31,7 @@ class Stream:
 
     @property
     def finished(self) -> bool:
+        """Whether it has ended, be it by an error or by `cancel`."""
         return self.error is not None or self.so_far.finish_reason is not None
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:

@@ -122,6 +122,7 @@ class Programs:
         return min(power, -(-self.context // 64) * 64)
 
     def empty(self, capacity: int) -> DecodeState:
+        """The state of free slots with room for `capacity` tokens each, split as the programs take it."""
         make = functools.partial(self.program.empty_state, self.slots, capacity)
         if self.program.mesh is None:
             return make()
@@ -129,6 +130,7 @@ class Programs:
         return jax.jit(make, out_shardings=shardings(specs, self.program.mesh))()
 
     def compiled(self, capacity: int, state: DecodeState) -> Compiled:
+        """The programs for states like `state`; their compilation begins here and may still go on."""
         if capacity not in self._compiled:
             scalar = np.int32(0)
             chunk = np.zeros(self.chunk, np.int32)

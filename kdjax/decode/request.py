@@ -14,7 +14,15 @@ MAX_STOP_TOKENS = 16
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One stream. The tokens depend on these fields and the decode config alone, not on slot or batch.
 
-    `budget` lowers the tree budget of this request; None is the decoder's. A stop token is emitted and ends the stream.
+    A decoder refuses what cannot run (KdjaxError): an empty prompt, tokens outside the vocabulary, more tokens than its
+    context, more than 16 stop tokens.
+
+    Attributes:
+        prompt_ids: at least one.
+        max_new_tokens: at most; at least 1.
+        seed: of the sampling noise, in [0, 2^32).
+        stop_token_ids: a stop token is emitted and ends the stream.
+        budget: lowers the tree budget of this request; None is the decoder's.
     """
 
     prompt_ids: tuple[int, ...]

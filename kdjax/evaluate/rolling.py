@@ -24,7 +24,7 @@ from kdjax.model.runtime import Runtime
 
 
 class Score(NamedTuple):
-    """Information content of text under a model."""
+    """Information content of text under a model: `bits` (base 2) of `tokens` tokens that encode `bytes` UTF-8 bytes."""
 
     bits: float
     bytes: int
@@ -32,6 +32,7 @@ class Score(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
+        """Bits over UTF-8 bytes: independent of the tokenizer."""
         return self.bits / self.bytes
 
 

@@ -15,6 +15,8 @@ from kdjax.model.runtime import Runtime
 
 
 class Block(nnx.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)): a dense MLP in the first layers, then experts."""
+
     def __init__(self, config: ModelConfig, layer: int, runtime: Runtime):
         c = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, runtime.dtype)

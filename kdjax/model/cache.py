@@ -51,6 +51,7 @@ class KVCache:
 
     @property
     def rows(self) -> int:
+        """Rows per slot, committed or not; on a mesh, those of this device."""
         return self.latent[0].shape[1]
 
 

@@ -146,6 +146,12 @@ class TiledStack(nnx.Module):
 
 
 class Experts(nnx.Module):
+    """All routed experts, in the layout of the checkpoint: packed INT4 or dense.
+
+    Raises:
+        KdjaxError: when called, where some projections are INT4 and others are not.
+    """
+
     def __init__(self, config: ModelConfig, runtime: Runtime):
         self.runtime = runtime
         hidden, inner = config.hidden_size, config.moe_intermediate_size

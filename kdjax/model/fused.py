@@ -139,6 +139,7 @@ def input_major(*weights: Any) -> Params:
 
 
 def fuse_mlp(mlp: Params) -> Params:
+    """The params of `FusedMLP` from those of an MLP in the checkpoint layout."""
     gate, up, down = (mlp[name]["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
     return {"gate_up_proj": input_major(gate, up), "down_proj": input_major(down)}
 

@@ -34,11 +34,15 @@ Params = dict[str, Any]
 
 
 class Embedding(nnx.Module):
+    """`embed_tokens.weight` [vocab, hidden]; read by `embed`."""
+
     def __init__(self, vocab: int, hidden: int, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.zeros((vocab, hidden), dtype))
 
 
 class K2(nnx.Module):
+    """The structure of the whole text model, with the names of the checkpoint. `forward` and `logits` run it."""
+
     def __init__(self, config: ModelConfig, runtime: Runtime):
         c, dtype = config, runtime.dtype
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype)
@@ -195,6 +199,9 @@ def logits(
     """lm_head of a final-normed hidden state, accumulated and returned in float32.
 
     On a mesh these are the logits of this device's part of the vocabulary, in order of id.
+
+    Raises:
+        KdjaxError: `lm_head.weight` has another shape than config and runtime say.
     """
     weight, fused = params["lm_head"]["weight"], runtime.layout == "fused"
     vocab = config.vocab_size // runtime.mesh.size(runtime.mesh.model_axes)

@@ -17,6 +17,8 @@ def linear(x: Float[Array, "*lead width"], weight: Float[Array, "out width"] | I
 
 
 class Linear(nnx.Module):
+    """x @ weight^T with weight [out, in], as in the checkpoint."""
+
     def __init__(self, width: int, out: int, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.zeros((out, width), dtype))
 

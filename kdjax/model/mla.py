@@ -39,6 +39,8 @@ class Step(NamedTuple):
 
 
 class MLA(nnx.Module):
+    """Multi-head latent attention of one layer. A cache row is the normed latent, then the rotated shared key."""
+
     def __init__(self, config: ModelConfig, runtime: Runtime):
         c, dtype = config, runtime.dtype
         self.config, self.runtime = config, runtime

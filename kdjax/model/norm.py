@@ -16,6 +16,8 @@ def rms_norm(x: Float[Array, "*lead width"], weight: Float[Array, "width"], eps:
 
 
 class RMSNorm(nnx.Module):
+    """`rms_norm` with a weight [width]."""
+
     def __init__(self, width: int, eps: float, dtype: jnp.dtype):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones(width, dtype))

@@ -13,6 +13,8 @@ from pallas_kernels.numerics import matmul_nt
 
 
 class Router(nnx.Module):
+    """`choose_experts` on the float32 product with `gate.weight` [experts, hidden]: experts and weights per token."""
+
     def __init__(self, config: ModelConfig, runtime: Runtime):
         self.config, self.backend = config, runtime.backend
         self.weight = nnx.Param(jnp.zeros((config.n_routed_experts, config.hidden_size), runtime.dtype))

@@ -38,6 +38,9 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         mesh: how the model is split over devices. On more than one, model functions run inside `jax.shard_map`, where
             every array is this device's part; see `kdjax.sharding`.
         mla: "absorbed" attends in the latent space; "materialised" expands keys and values of every head, as a check.
+
+    Raises:
+        KdjaxError: a value that is not one of a field's, or fields that do not go together.
     """
 
     compute_dtype: Dtype
@@ -79,10 +82,12 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def dtype(self) -> jnp.dtype:
+        """`compute_dtype` as JAX has it."""
         return jnp.dtype(self.compute_dtype)
 
     @property
     def precision(self) -> lax.Precision:
+        """Of matmuls: the highest in float32."""
         return pallas_kernels.numerics.precision(self.dtype)
 
 

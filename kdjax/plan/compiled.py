@@ -46,6 +46,7 @@ class Compiled:
 
     @property
     def total(self) -> int:
+        """Bytes of weights, state and workspace."""
         return self.target_weights + self.drafter_weights + self.state + self.workspace
 
 

@@ -48,6 +48,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Bytes of all components."""
         return sum((*self.target.values(), *self.drafter.values(), self.kv_cache, self.drafter_cache, self.workspace))
 
 

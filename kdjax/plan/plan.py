@@ -38,6 +38,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
+        """Memory of one device."""
         return round(self.device.memory_gb * 1e9)
 
     @property
@@ -47,10 +48,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether there is headroom."""
         return self.headroom >= 0
 
     @property
     def floor_ms(self) -> float:
+        """Time of a round in which every needed byte is read once, at the device's measured rate."""
         return self.step.floor_ms(self.device)
 
     @property
@@ -59,6 +62,7 @@ class Plan:
         return self.floor_ms / self.plain.floor_ms(self.device)
 
     def rate(self, acceptance: float) -> Rate:
+        """Tokens per second where a round commits `acceptance` tokens per stream."""
         tokens = 1e3 * self.workload.streams * acceptance
         exchanges = self.step.all_reduce_ms(self.device)
         total = None if exchanges is None else tokens / (self.floor_ms + exchanges)

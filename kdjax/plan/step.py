@@ -33,6 +33,7 @@ class Step(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """All that are read."""
         return sum(self.reads.values())
 
     @property

@@ -26,10 +26,12 @@ class Context(NamedTuple):
     v: Float64[np.ndarray, "layers rows kv_heads head_dim"]
 
     def extended(self, new: Context) -> Context:
+        """With the rows of `new` behind."""
         return Context(np.concatenate([self.k, new.k], axis=1), np.concatenate([self.v, new.v], axis=1))
 
 
 def empty_context(config: DrafterConfig) -> Context:
+    """The context of no token."""
     shape = (config.num_hidden_layers, 0, config.num_key_value_heads, config.head_dim)
     return Context(np.zeros(shape), np.zeros(shape))
 

@@ -26,6 +26,8 @@ Params = dict[Any, Any]
 
 
 class Target(NamedTuple):
+    """Config and float64 params, as `kdjax.reference.checkpoint.read_target` returns them."""
+
     config: ModelConfig
     params: Params
 
@@ -54,6 +56,7 @@ class DFlash:
     def propose(
         self, root: int, start: int, new_taps: Float64[np.ndarray, "m taps"]
     ) -> Float[np.ndarray, "depth vocab"]:
+        """See `Proposer`."""
         positions = np.arange(start - len(new_taps), start)
         self.context = self.context.extended(dflash.context(self.params, self.config, new_taps, positions))
         block = np.array([root] + [self.config.mask_token_id] * (self.config.block_size - 1))
@@ -76,6 +79,7 @@ class Round:
 
     @property
     def committed(self) -> list[int]:
+        """Tokens of the accepted rows, root first; the bonus is the next round's."""
         return [self.root] + [self.tree.tokens[row - 1] for row in self.accepted[1:]]
 
 

@@ -44,6 +44,7 @@ class Forward(NamedTuple):
 
 
 def empty_cache(config: ModelConfig) -> Float64[np.ndarray, "layers rows latent"]:
+    """The cache of no token: rows is 0."""
     return np.zeros((config.num_hidden_layers, 0, config.latent_dim))
 
 
@@ -91,6 +92,7 @@ def forward(
 
 
 def logits(params: Params, hidden: Float64[np.ndarray, "q hidden"]) -> Float64[np.ndarray, "q vocab"]:
+    """lm_head of hidden states after the final norm."""
     return linear(params["lm_head"], hidden)
 
 
@@ -187,23 +189,28 @@ def moe(
 def rms_norm(
     x: Float64[np.ndarray, "*lead dim"], weight: Float64[np.ndarray, "dim"], eps: float
 ) -> Float64[np.ndarray, "*lead dim"]:
+    """x / sqrt(mean(x^2) + eps) * weight."""
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 def linear(p: Params, x: Float64[np.ndarray, "*lead in"]) -> Float64[np.ndarray, "*lead out"]:
+    """x @ weight^T, weight [out, in]."""
     return x @ p["weight"].T
 
 
 def swiglu(p: Params, x: Float64[np.ndarray, "q hidden"]) -> Float64[np.ndarray, "q hidden"]:
+    """down(silu(gate x) * up x), the MLP of a dense layer and of every expert (config key `hidden_act` "silu")."""
     gate = linear(p["gate_proj"], x)
     return linear(p["down_proj"], gate * sigmoid(gate) * linear(p["up_proj"], x))
 
 
 def sigmoid(x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+    """1 / (1 + exp(-x))."""
     small = np.exp(-np.abs(x))  # never overflows, and keeps full relative precision for very negative x
     return np.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 def softmax(x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+    """Over the last dimension; -inf gets weight 0."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)

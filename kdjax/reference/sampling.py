@@ -50,6 +50,7 @@ def uniform(seed: int, position: int, token_ids: Int[np.ndarray, "n"]) -> Float6
 
 
 def gumbel(seed: int, position: int, token_ids: Int[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
+    """-log(-log(u)) of `uniform`: argmax of logits / T plus this is a sample of softmax(logits / T)."""
     return -np.log(-np.log(uniform(seed, position, token_ids)))
 
 
@@ -73,7 +74,11 @@ def kept(logits: Float[np.ndarray, "vocab"], sampling: Sampling) -> Bool[np.ndar
 
 
 def sample(logits: Float[np.ndarray, "vocab"], sampling: Sampling, seed: int, position: int) -> int:
-    """The token at absolute `position`: argmax at temperature 0, else Gumbel-max over kept ones; lowest id on ties."""
+    """The token at absolute `position`: argmax at temperature 0, else Gumbel-max over kept ones; lowest id on ties.
+
+    Raises:
+        KdjaxError: NaN logits.
+    """
     if np.isnan(logits).any():
         raise KdjaxError(f"logits of position {position} contain NaN: check the weights and the input of the model")
     if sampling.temperature == 0:

@@ -29,6 +29,7 @@ class Result(NamedTuple):
     estimates: Mapping[str, Estimate]
 
     def value(self, metric: str) -> float:
+        """The figure without its interval. Raises KeyError where no record has it."""
         return self.estimates[metric].value
 
 
@@ -44,18 +45,26 @@ class Study(Protocol):
     Config: type[msgspec.Struct]
     METRICS: Mapping[str, Metric]
 
-    def inputs(self, config: Any) -> Inputs: ...
+    def inputs(self, config: Any) -> Inputs:
+        """What the cell of this config reads, for the provenance."""
+        ...
 
-    def conclude(self, results: Sequence[Result]) -> list[str]: ...
+    def conclude(self, results: Sequence[Result]) -> list[str]:
+        """Findings, one sentence or two each."""
+        ...
 
-    def draw(self, results: Sequence[Result], figure: Any) -> None: ...
+    def draw(self, results: Sequence[Result], figure: Any) -> None:
+        """Fills an empty matplotlib figure."""
+        ...
 
 
 @runtime_checkable
 class Experiment(Study, Protocol):
     """Measures a cell as a whole; one that was cut short is measured again. Its units may have several records."""
 
-    def measure(self, config: Any) -> Iterator[Record]: ...
+    def measure(self, config: Any) -> Iterator[Record]:
+        """The records of one cell."""
+        ...
 
 
 @runtime_checkable
@@ -66,11 +75,16 @@ class Evaluation(Study, Protocol):
     and yields exactly one record for each, in any order. A record must not depend on which other units are asked for.
     """
 
-    def units(self, config: Any) -> Sequence[str]: ...
+    def units(self, config: Any) -> Sequence[str]:
+        """Names of all units of a cell."""
+        ...
 
-    def measure(self, config: Any, units: Sequence[str]) -> Iterator[Record]: ...
+    def measure(self, config: Any, units: Sequence[str]) -> Iterator[Record]:
+        """One record for each of these units."""
+        ...
 
 
 def result(name: str, config: Any, records: Sequence[Record], metrics: Mapping[str, Metric]) -> Result:
+    """A cell with the estimates of those metrics that its records have."""
     found = {key: estimate(metric, records) for key, metric in metrics.items()}
     return Result(name, config, records, {key: value for key, value in found.items() if value is not None})

@@ -45,6 +45,7 @@ class Ledger:
         self._close(cell, [_bare(line) for line in kept])
 
     def fail(self, cell: str, error: str) -> None:
+        """A cell that raised; on disk when this returns."""
         self._append([{"cell": cell, "error": error}])
         self.failures[cell] = error
 

@@ -34,6 +34,7 @@ def require() -> None:
 
 
 def new_figure() -> Any:
+    """An empty matplotlib figure of `SIZE` inches, without a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=SIZE, layout="constrained")

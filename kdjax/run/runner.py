@@ -47,6 +47,7 @@ class Run:
 
     @property
     def failures(self) -> dict[str, str]:
+        """Why cells failed, by name."""
         return self._ledger.failures
 
     def steps(self) -> Iterator[Step]:

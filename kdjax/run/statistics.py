@@ -124,6 +124,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def field(record: Mapping[str, Any], name: str) -> float | None:
+    """A number of a record or of its `timings`; None where it is in neither."""
     value = record.get(name, record.get("timings", {}).get(name))
     return None if value is None else float(value)
 

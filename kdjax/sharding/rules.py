@@ -34,6 +34,7 @@ class Rule(NamedTuple):
     dims: tuple[Split | None, ...] = ()
 
     def matches(self, path: str) -> bool:
+        """Whether the rule is about the array at this dotted path."""
         return re.fullmatch(re.escape(self.pattern).replace(r"\*", r"[^.]+"), path) is not None
 
 

@@ -181,6 +181,9 @@ def chain(
     """Plain DFlash: the most likely token of each of the first `budget` depths, one path, as a `Tree`.
 
     A slot with a NaN or all -inf row gets the root alone. `axes` and `backend` as in `build`.
+
+    Raises:
+        KdjaxError: no such backend, or a budget above the drafted depth.
     """
     slots, depth, _ = logits.shape
     if budget > depth:

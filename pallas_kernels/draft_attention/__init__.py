@@ -35,8 +35,15 @@ def draft_attention(
     the window, not the capacity. Rows up to the next multiple of `KEYS` must be finite.
 
     Args:
-        k, v: of the block itself.
-        context_k, context_v: of the committed tokens, row p at position p; `rows` is a multiple of `KEYS`.
+        query: after their norm and rotation, as the keys.
+        k: keys of the block itself.
+        v: its values.
+        context_k: keys of the committed tokens, row p at position p; `rows` is a multiple of `KEYS`.
+        context_v: their values.
+        start: committed tokens of each slot.
+        causal: whether a position of the block sees only itself and those before it.
+        window: None sees the whole context.
+        backend: "xla", "triton" (NVIDIA GPUs) or "interpret".
 
     Raises:
         NotImplementedError: the backend is not supported.

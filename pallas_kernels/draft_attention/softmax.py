@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.numerics import precision
 
-# Context rows per step of a loop. Caches are whole multiples of it, so a step never has to be moved back.
 KEYS = 128
+"""Context rows per step of a loop. Caches are whole multiples of it, so a step never has to be moved back."""
 UNSEEN = -1e30  # finite: the maximum over unseen keys must not produce inf - inf
 
 

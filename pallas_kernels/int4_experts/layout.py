@@ -52,14 +52,17 @@ class PackedExperts:
 
     @property
     def experts(self) -> int:
+        """How many."""
         return self.gate_packed.shape[0]
 
     @property
     def hidden(self) -> int:
+        """Width of their input and output."""
         return self.gate_packed.shape[2] * 8
 
     @property
     def inner(self) -> int:
+        """Width between gate and down."""
         return self.gate_packed.shape[1]
 
 
@@ -82,6 +85,7 @@ class TiledExperts:
 
     @property
     def experts(self) -> int:
+        """How many."""
         return self.gate_up_words.shape[0]
 
     @property
@@ -98,7 +102,12 @@ class TiledExperts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TiledMatrix:
-    """One INT4 matrix [rows, columns] in the layout of the kernels, as a stack of one."""
+    """One INT4 matrix [rows, columns] in the layout of the kernels, as a stack of one.
+
+    Attributes:
+        words: int16 [1, rows / 64, columns / 128, 1, 64, 32], widths padded to 128.
+        scales: int32 [1, rows / 64, columns / 128, 1, 2, 64].
+    """
 
     words: Any
     scales: Any
@@ -112,7 +121,11 @@ def padded(width: int) -> int:
 
 @jax.jit
 def tile_experts(experts: PackedExperts) -> TiledExperts:
-    """Raises NotImplementedError for a group size or a width that the kernels do not take."""
+    """What the kernels read, from the layout of the checkpoint.
+
+    Raises:
+        NotImplementedError: a group size or a width that the kernels do not take.
+    """
     e = experts
     check_widths("int4_experts", e.group_size, hidden=e.hidden, inner=e.inner)
     gate, up = (e.gate_packed, e.gate_scale), (e.up_packed, e.up_scale)
@@ -125,7 +138,11 @@ def tile_experts(experts: PackedExperts) -> TiledExperts:
 def tile_matrix(
     packed: UInt32[Array, "rows words"], scale: BFloat16[Array, "rows groups"], *, group_size: int
 ) -> TiledMatrix:
-    """Raises NotImplementedError for a group size or a width that the kernels do not take."""
+    """`tile_experts` for one matrix.
+
+    Raises:
+        NotImplementedError: a group size or a width that the kernels do not take.
+    """
     check_widths("int4_matmul", group_size, columns=packed.shape[1] * 8)
     words, scales = _tile(((packed[None], scale[None]),), group_size)
     return TiledMatrix(words, scales, packed.shape[0], packed.shape[1] * 8)

@@ -16,6 +16,7 @@ def reference(
     up: Float[Array, "experts inner hidden"],
     down: Float[Array, "experts hidden inner"],
 ) -> Float[Array, "tokens hidden"]:
+    """`dense_experts` in float32, every expert for every token."""
     x, gate, up, down = (a.astype(jnp.float32) for a in (x, gate, up, down))
     one_hot = jax.nn.one_hot(indices, gate.shape[0], dtype=jnp.float32)
     routed = jnp.einsum("tk,tke->te", weights.astype(jnp.float32), one_hot, precision=lax.Precision.HIGHEST)

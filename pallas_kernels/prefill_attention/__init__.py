@@ -39,9 +39,13 @@ def prefill_attention(
     """softmax(scale * q . key) @ value; token i sees the rows 0 to lengths[s] + i, its own among them.
 
     Args:
-        q_nope, q_rope: query of each head, without position and after RoPE.
+        q_nope: the part of each head's query that has no position.
+        q_rope: its rotary part, after RoPE.
         cache_rows: latent and rotary key of the prefix and of the chunk, which is at rows lengths[s] to lengths[s] + q.
+        lengths: rows of the prefix, per slot.
         up: kv_b_proj by head: W_UK (nope rows), then W_UV.
+        scale: factor on the scores.
+        backend: "xla", "triton" (NVIDIA GPUs) or "interpret".
         segment: most rows whose keys and values exist at once, a multiple of 256.
         config: tile sizes instead of the tuned ones.
 

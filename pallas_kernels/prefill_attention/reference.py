@@ -16,6 +16,7 @@ def reference(
     *,
     scale: float,
 ) -> Float[Array, "slots q heads v"]:
+    """`prefill_attention` in float32, with all keys and values at once."""
     q_nope, q_rope, cache_rows, up = (x.astype(jnp.float32) for x in (q_nope, q_rope, cache_rows, up))
     q, nope, rank, highest = q_nope.shape[1], q_nope.shape[-1], up.shape[-1], lax.Precision.HIGHEST
     expanded = jnp.einsum("scr,hxr->shcx", cache_rows[..., :rank], up, precision=highest)

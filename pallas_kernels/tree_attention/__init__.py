@@ -36,8 +36,14 @@ def plan(
     """What all layers of one forward share: the packed mask and the division of the caches among programs.
 
     Args:
-        q, heads, cache_rows: as in the calls of `tree_attention` it is for.
-        dtype, cache_dtype: of the queries and of the cache.
+        lengths: committed rows of each slot.
+        ancestors: as of `tree_attention`.
+        q: tokens per slot in the calls it is for.
+        heads: of their queries.
+        cache_rows: per slot, of their cache.
+        dtype: of the queries.
+        cache_dtype: of the cache.
+        backend: that of the calls.
         config: tile sizes instead of the tuned ones.
 
     Returns None for "xla", which has nothing to prepare.
@@ -67,6 +73,13 @@ def tree_attention(
     multiple of 64 beyond the tree must be finite.
 
     Args:
+        q_latent: queries in the latent space (absorbed W_UK).
+        q_rope: their rotary part.
+        cache_rows: latent and rotary key of every row; the tree's own rows are among them.
+        lengths: committed rows of each slot.
+        ancestors: which tree rows each token sees, itself among them.
+        scale: factor on the scores.
+        backend: "xla", "triton" (NVIDIA GPUs) or "interpret".
         shared: the result of `plan` for these lengths and ancestors; made here where it is None.
 
     Raises:
@@ -92,6 +105,9 @@ def tree_attention_partial(
 
     For a cache sharded over the sequence: the shard that begins at row `first` is given `lengths - first`, which may
     be negative or exceed its rows, and `merge_over` joins the results of all shards.
+
+    Raises:
+        NotImplementedError: the backend is not supported.
     """
     if backend not in BACKENDS:
         raise NotImplementedError(f"tree_attention: {backend=} is not supported; supported: {', '.join(BACKENDS)}")

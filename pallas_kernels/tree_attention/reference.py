@@ -27,6 +27,7 @@ def reference(
     *,
     scale: float,
 ) -> Float[Array, "slots q heads rank"]:
+    """`tree_attention` in float32."""
     slots, q, _, rank = q_latent.shape
     if ancestors is None:
         ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((q, q), bool)), (slots, q, q))

@@ -182,7 +182,7 @@ def test_other_files_are_no_bundles(tmp_path):
 def test_the_command_makes_bundles_of_text_and_of_ids(folder, tmp_path, capsys):
     model = ["--model", str(folder / "target"), "--drafter", str(folder / "drafter"), "-n", "3", "--budget", "2"]
     assert main(["bundle", "make", *model, "--ids", "1,2", "--out", str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/b: 1 prompts, 3 tokens each, smallest margin ")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/b: 1 prompt, 3 tokens each, smallest margin ")
     bundle = Bundle(tmp_path / "b")
     assert bundle.header.tree_budget == 2 and bundle.cases[0].prompt == (1, 2)
     for argv, said in (

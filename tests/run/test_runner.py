@@ -212,7 +212,9 @@ def test_compare_gives_paired_differences(kdjax, tmp_path):
     rows = json.loads(kdjax("compare", tmp_path / "a", tmp_path / "c", "--json")[1])["differences"]
     assert not any(r["significant"] for r in rows if r["metric"] == "height")
     out = kdjax("compare", tmp_path / "a", tmp_path / "a", "--cells", "x=1", "x=2")[1]
-    assert "x=1 | x=2" in out and "+3 [+3, +3]" in out
+    assert "x=1 | x=2" in out and "+3 [+3, +3] * " in out
+    out = kdjax("compare", tmp_path / "a", tmp_path / "c")[1]
+    assert "+0 [+0, +0]" in out and "+0 [+0, +0] *" not in out
     assert "did you mean x=1?" in kdjax("compare", tmp_path / "a", tmp_path / "a", "--cells", "x=11", "x=2")[2]
     status, _, err = kdjax("compare", tmp_path, tmp_path / "a")
     assert status == 2 and "holds no finished run" in err
