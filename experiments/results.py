@@ -128,6 +128,49 @@ KINDS = {
             "equal_to_reference": "equal to the reference",
         },
     ),
+    "step": Kind(
+        "A round of decoding, one rank's share of eight devices",
+        "kdjax bench step configs/models/kimi-k2.6.toml --rank-of configs/meshes/h200x8.toml --tokens 8 --out {file}",
+        "All 61 layers of Kimi K2.6 with random INT4 weights, alone: without all-reduces. The floor is the time of "
+        "reading the weights and cache that a verify forward needs. The file has stages and components.",
+        {
+            "streams": "streams",
+            "tokens": "tokens",
+            "context": "context",
+            "distinct_experts_per_layer": "experts per layer",
+            "floor_ms": "verify floor ms",
+            "verify_ms": "verify ms",
+            "round_ms": "round ms",
+        },
+    ),
+    "load": Kind(
+        "Loading a checkpoint",
+        "python -m experiments.load_speed FOLDER --backend triton  # {file}",
+        "Beside a plain sequential read of the same files, page cache dropped before each.",
+        {
+            "device": "device",
+            "gigabytes": "GB",
+            "plain_read_gb_per_s": "plain read GB/s",
+            "load_gb_per_s": "load GB/s",
+            "load_over_plain_read": "of the plain read",
+            "waiting_for_reads_s": "reads s",
+            "host_to_device_s": "host to device s",
+            "layout_s": "layout s",
+            "host_peak_over_kept": "host peak over kept",
+        },
+    ),
+    "generate": Kind(
+        "The bundled model",
+        'kdjax generate "def fibonacci(n):" -n 256 --compare --json  # {file}',
+        "bfloat16, INT4 experts packed, Triton kernels; prefill and compilation excluded.",
+        {
+            "mode": "mode",
+            "decode_tokens_per_s": "tokens/s",
+            "over_autoregressive": "over autoregressive",
+            "tau_micro": "tau micro",
+            "identical": "identical",
+        },
+    ),
 }
 
 
@@ -245,7 +288,7 @@ def _bench(file: Path) -> str:
     rows: Rows = result["rows"]
     columns = kind.columns if kind else {key: key.replace("_", " ") for row in rows for key in row if _shown(row[key])}
     columns = {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
-    header = [f"{key.replace('_', ' ')} {_number(value)}" for key, value in result.items() if _shown(value)]
+    header = [f"{key.replace('_', ' ')} {_number(value)}" for key, value in result.items() if _shown(value) and key != "text"]
     title = f"{kind.title}, {result.get('device', file.stem)}" if kind else file.stem.replace("_", " ")
     return "\n\n".join(
         [
@@ -254,6 +297,7 @@ def _bench(file: Path) -> str:
             *([_command(kind.command.format(file=f"docs/results/{file.name}"))] if kind else []),
             _table(list(columns.values()), [[_number(row.get(key)) for key in columns] for row in rows]),
             *([f"![{title}](results/{file.stem}.png)"] if kind and kind.draw else []),
+            *(["\n".join(f"- {finding}" for finding in result["findings"])] if "findings" in result else []),
             f"[{file.name}](results/{file.name}): {'; '.join(header)}.",
         ]
     )
