@@ -148,6 +148,10 @@ def test_navigation_lists_every_page_once():
 def test_links_lead_to_files(text):
     links = [link for link in LINK.findall(text.read_text()) if "://" not in link]
     assert not [link for link in links if not (text.parent / link).exists()]
+    # The site has nothing but docs: name another file as `path/from/root`, without a link.
+    assert not [
+        link for link in links if text.is_relative_to(DOCS) and not (text.parent / link).resolve().is_relative_to(DOCS)
+    ]
 
 
 def test_every_verb_has_a_guide():
