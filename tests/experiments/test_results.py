@@ -20,9 +20,9 @@ def test_page_is_what_the_files_say():
 
 def test_a_new_file_is_shown_without_code_for_it(folder):
     rows = [{"rows": 8, "ms": 1.5, "config": {"tile": 3}}, {"rows": 16, "note": "cut short"}]
-    (folder / "step_h200.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
+    (folder / "novel_h200.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
     text = results.page(folder)
-    assert "### step h200" in text and "| rows | ms | note |" in text
+    assert "### novel h200" in text and "| rows | ms | note |" in text
     assert "| 8 | 1.5 | - |" in text and "| 16 | - | cut short |" in text and "tile" not in text
 
 
