@@ -141,6 +141,7 @@ def test_ctrl_c_keeps_the_finished_cells(tmp_path, foreground):
     metrics, until = tmp_path / "r" / "metrics.jsonl", time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < until:
         time.sleep(0.02)
+    time.sleep(0.3)  # the cell is in the file before the thread that is interrupted hears of it
     victim.send_signal(signal.SIGINT)
     _, err = victim.communicate(timeout=15)  # well before the cell that it is in has ended
     assert victim.returncode == 130 and "the same command continues in" in err
