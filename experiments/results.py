@@ -288,7 +288,8 @@ def _bench(file: Path) -> str:
     rows: Rows = result["rows"]
     columns = kind.columns if kind else {key: key.replace("_", " ") for row in rows for key in row if _shown(row[key])}
     columns = {key: title for key, title in columns.items() if any(row.get(key) is not None for row in rows)}
-    header = [f"{key.replace('_', ' ')} {_number(value)}" for key, value in result.items() if _shown(value) and key != "text"]
+    shown = {key: value for key, value in result.items() if _shown(value) and key != "text"}
+    header = [f"{key.replace('_', ' ')} {_number(value)}" for key, value in shown.items()]
     title = f"{kind.title}, {result.get('device', file.stem)}" if kind else file.stem.replace("_", " ")
     return "\n\n".join(
         [
