@@ -175,6 +175,8 @@ def shared_step(
         q=q,
         heads=config.num_attention_heads // mesh.size(mesh.model_axes) * mesh.size(mesh.cache_axes),
         cache_rows=cache.rows,
+        rank=config.kv_lora_rank,
+        rope=config.qk_rope_head_dim,
         dtype=runtime.dtype,
         cache_dtype=cache.latent[0].dtype,
         backend=runtime.backend,

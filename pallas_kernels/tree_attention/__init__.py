@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.device import device_kind
 from pallas_kernels.tree_attention import triton, xla
-from pallas_kernels.tree_attention.config import Config, choose
+from pallas_kernels.tree_attention.config import Config, choose, mosaic_unfit
 from pallas_kernels.tree_attention.merge import merge as merge
 from pallas_kernels.tree_attention.merge import merge_over as merge_over
 from pallas_kernels.tree_attention.reference import reference as reference
 from pallas_kernels.tree_attention.schedule import Plan as Plan
 from pallas_kernels.tree_attention.schedule import make_plan
 
-BACKENDS = ("xla", "triton", "interpret")
+BACKENDS = ("xla", "triton", "mosaic", "interpret")
 
 
 def plan(
@@ -28,6 +28,8 @@ def plan(
     q: int,
     heads: int,
     cache_rows: int,
+    rank: int,
+    rope: int,
     dtype: jnp.dtype,
     cache_dtype: jnp.dtype,
     backend: str,
@@ -41,17 +43,32 @@ def plan(
         q: tokens per slot in the calls it is for.
         heads: of their queries.
         cache_rows: per slot, of their cache.
+        rank, rope: columns of a cache row: its latent and its rotary part.
         dtype: of the queries.
         cache_dtype: of the cache.
-        backend: that of the calls.
+        backend: that of the calls; with "triton" the tuned table decides between the Triton and the Mosaic kernel.
         config: tile sizes instead of the tuned ones.
 
     Returns None for "xla", which has nothing to prepare.
+
+    Raises:
+        NotImplementedError: backend "mosaic" with a device or sizes that its kernel is not for.
     """
     if backend == "xla":
         return None
-    config = config or choose(device_kind(), q * heads, lengths.shape[0], cache_rows, dtype, cache_dtype)
+    if config is None:
+        kernels = _kernels(backend, mosaic_unfit(rank, rope, cache_rows, dtype, cache_dtype))
+        config = choose(device_kind(), q * heads, lengths.shape[0], cache_rows, dtype, cache_dtype, kernels)
     return make_plan(lengths, ancestors, query_rows=q * heads, q=q, rows=cache_rows, config=config)
+
+
+def _kernels(backend: str, unfit: str) -> tuple[str, ...]:
+    """The kernels that may serve a backend, where `unfit` says why Mosaic cannot."""
+    if backend == "mosaic":
+        if unfit:
+            raise NotImplementedError(f"tree_attention: backend='mosaic' {unfit}: use 'triton'")
+        return ("mosaic",)
+    return ("triton",) if unfit or backend == "interpret" else ("mosaic", "triton")
 
 
 def tree_attention(
@@ -121,9 +138,15 @@ def tree_attention_partial(
             q=q,
             heads=heads,
             cache_rows=cache_rows.shape[1],
+            rank=q_latent.shape[3],
+            rope=q_rope.shape[3],
             dtype=q_latent.dtype,
             cache_dtype=cache_rows.dtype,
             backend=backend,
         )
     assert shared is not None
+    if shared.config.kernel == "mosaic":
+        from pallas_kernels.tree_attention import mosaic  # its interface moves with JAX: nobody else shall need it
+
+        return mosaic.partial(q_latent, q_rope, cache_rows, lengths, shared, scale=scale)
     return triton.partial(q_latent, q_rope, cache_rows, lengths, shared, scale=scale, interpret=backend == "interpret")

@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_kernels import timing
 from pallas_kernels.tree_attention import Config, plan, reference, tree_attention
-from pallas_kernels.tree_attention.cases import CASES, RANK, SCALE, Case, Data, random_data
+from pallas_kernels.tree_attention.cases import CASES, RANK, ROPE, SCALE, Case, Data, random_data
 
 # Microseconds on an H200 of the best kernel that takes no tree mask (FlashMLA or FlashAttention-3, causal chain of
 # tokens + 1), by (heads, tokens + 1, streams, prefix): vLLM 0.23, torch 2.11, in a CUDA graph.
@@ -53,6 +53,8 @@ def arguments(data: Data, case: Case, config: Config | None, backend: str) -> tu
             q=case.tokens,
             heads=case.heads,
             cache_rows=case.cache_rows,
+            rank=RANK,
+            rope=ROPE,
             dtype=data.q_latent.dtype,
             cache_dtype=data.caches[0].dtype,
             backend=backend,

@@ -21,7 +21,8 @@ class Plan:
 
     Attributes:
         words: int32 [slots, q, ceil(q / 32)]; bit j % 32 of word j // 32 says that the token sees tree token j. None
-            for the causal chain.
+            for the causal chain. For the Mosaic kernel [slots, ceil(q / 32), rows], a word per query row and never
+            None.
         table: int32 [programs, 3]; (slot, first block, end block) of the cache blocks that each program reads, empty
             where first = end.
         segments: int32 [slots, 2]; (first, end) of the programs of each slot.
@@ -62,7 +63,19 @@ def make_plan(
     part, parts = program - segments[slot, 0], jnp.maximum(chunks[slot], 1)
     bounds = jnp.stack([part, part + 1], axis=1) * blocks[slot][:, None] // parts[:, None]
     table = jnp.concatenate([slot[:, None], jnp.where(live[:, None], bounds, 0)], axis=1)
+    if config.kernel == "mosaic":
+        return Plan(_words_of_rows(ancestors, lengths.shape[0], q, query_rows, config.rows), table, segments, config)
     return Plan(None if ancestors is None else pack(ancestors), table, segments, config)
+
+
+def _words_of_rows(
+    ancestors: Bool[Array, "slots q q"] | None, slots: int, q: int, query_rows: int, tile: int
+) -> Int32[Array, "slots words rows"]:
+    """Rows are padded to whole tiles."""
+    if ancestors is None:
+        ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((q, q), bool)), (slots, q, q))
+    words = jnp.repeat(pack(ancestors), query_rows // q, axis=1)
+    return jnp.pad(words, ((0, 0), (0, -query_rows % tile), (0, 0))).transpose(0, 2, 1)
 
 
 def pack(ancestors: Bool[Array, "slots q q"]) -> Int32[Array, "slots q words"]:

@@ -51,6 +51,19 @@ def partial(
         cache_rows,
         *masks,
     )
+    return joined(acc, stats, plan, q_latent, interpret)
+
+
+def joined(
+    acc: Float32[Array, "programs rows rank"],
+    stats: Float32[Array, "programs 2 rows"],
+    plan: Plan,
+    q_latent: Float[Array, "slots q heads rank"],
+    interpret: bool,
+) -> tuple[Float[Array, "slots q heads rank"], Float32[Array, "slots q heads"]]:
+    """The results of all programs merged per slot; `acc` and `stats` may have more rows than there are queries."""
+    slots, q, heads, rank = q_latent.shape
+    programs, query_rows, config = acc.shape[0], q * heads, plan.config
     columns = min(config.merge_columns, tile(rank))
     out, lse = pl.pallas_call(
         functools.partial(_merge, columns=columns, parts=min(config.merge_parts, tile(programs))),

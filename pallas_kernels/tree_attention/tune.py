@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -27,11 +28,12 @@ from pallas_kernels.tree_attention.config import Config, choose
 TUNED = Path(__file__).parent / "tuned.json"
 CASE_FIELDS = ("query_rows", "slots", "cache_rows")
 LARGEST_ERROR = 5e-3
+HOPPER = ("H100", "H200")  # in the kinds of the devices that the Mosaic kernel is for
 MAX_INPUTS = 16
 BATCH = 64
 
 
-def candidates(query_rows: int, cores: int) -> list[Config]:
+def candidates(query_rows: int, cores: int, hopper: bool) -> list[Config]:
     """Narrow tiles feed `mma.sync` from registers; 64 rows with 8 warps use the tensor cores' asynchronous products."""
     found = [
         Config(16, block, waves * cores, warps, stages)
@@ -47,6 +49,8 @@ def candidates(query_rows: int, cores: int) -> list[Config]:
             for waves in (1, 2)
         ]
         found = [c for c in found if c.rows > 16 or query_rows <= 64]
+        if hopper:
+            found += [Config(64, 64, waves * cores // 2, kernel="mosaic") for waves in (1, 2, 4, 8)]
     return found
 
 
@@ -70,7 +74,8 @@ def search(
         data = random_data(case, seed)
         size = case.heads * case.tokens, case.streams, case.cache_rows
         base = choose(facts["device"], *size, data.q_latent.dtype, data.caches[0].dtype)
-        configs = merges(base) if merge_only else [base, *candidates(size[0], cores)]
+        hopper = any(name in facts["device"] for name in HOPPER)
+        configs = merges(base) if merge_only else [base, *candidates(size[0], cores, hopper)]
         todo += [(case, size, data, config) for config in configs]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         # in batches, each compiled before it is timed: a busy host delays launches
@@ -96,7 +101,10 @@ def search(
 
 
 def apply(results: list[Path]) -> None:
-    """The fastest correct candidate of every case into the table of its device, other tables untouched."""
+    """The fastest correct candidate of every case into the table of its device, other tables untouched.
+
+    A Mosaic candidate stands beside the Triton one, which sizes that it cannot take still need, where it is faster.
+    """
     tables = json.loads(TUNED.read_text(encoding="utf-8"))
     best: dict[str, dict[tuple, dict]] = {}
     for path in results:
@@ -104,15 +112,21 @@ def apply(results: list[Path]) -> None:
         for row in found["rows"]:
             if "us" in row and row["error"] < LARGEST_ERROR:
                 of_device = best.setdefault(found["device"], {})
-                size = tuple(row[f] for f in CASE_FIELDS)
-                if size not in of_device or row["us"] < of_device[size]["us"]:
-                    of_device[size] = row
-    for kind, cases in best.items():
-        kept = {tuple(case[f] for f in CASE_FIELDS): case for case in tables.get(kind, [])}
-        kept |= cases
-        tables[kind] = [{f: case[f] for f in (*CASE_FIELDS, "config")} for _, case in sorted(kept.items())]
+                if row["us"] < of_device.get(_key(row), {"us": math.inf})["us"]:
+                    of_device[_key(row)] = row
+    for kind, rows in best.items():
+        table = {_key(case): case for case in tables.get(kind, [])} | rows
+        for *size, kernel in rows:
+            triton = rows.get((*size, "triton"))
+            if kernel == "mosaic" and triton is not None and triton["us"] <= rows[*size, kernel]["us"]:
+                del table[*size, kernel]
+        tables[kind] = [{f: c[f] for f in (*CASE_FIELDS, "config")} for _, c in sorted(table.items())]
     lines = (f" {json.dumps(k)}: [\n" + ",\n".join("  " + json.dumps(c) for c in t) + "\n ]" for k, t in tables.items())
     TUNED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _key(case: dict) -> tuple:
+    return *(case[f] for f in CASE_FIELDS), case["config"].get("kernel", "triton")
 
 
 def main(argv: list[str] | None = None) -> None:

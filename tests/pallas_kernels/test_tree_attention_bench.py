@@ -49,3 +49,19 @@ def test_tuner_keeps_the_fastest_correct_candidate(on_cpu, tmp_path, monkeypatch
     (entry,) = json.loads(table.read_text())[found["device"]]
     assert (entry["query_rows"], entry["slots"], entry["cache_rows"]) == (6, 2, 128)
     assert Config(**entry["config"]) == CONFIGS[0]
+
+
+@pytest.mark.parametrize("us,kernels", [(1.0, ["mosaic", "triton"]), (3.0, ["triton"])])
+def test_mosaic_enters_the_table_where_it_is_faster(tmp_path, monkeypatch, us, kernels):
+    results, table = tmp_path / "results.json", tmp_path / "tuned.json"
+    size = {"query_rows": 64, "slots": 1, "cache_rows": 128, "error": 0.001}
+    mosaic, triton = {"programs": 2, "kernel": "mosaic"}, {"programs": 3}
+    rows = [
+        size | {"us": us, "config": {"rows": 64, "block": 64} | mosaic},
+        size | {"us": 2.0, "config": {"rows": 64, "block": 64} | triton},
+    ]
+    results.write_text(json.dumps({"device": "some", "rows": rows}))
+    table.write_text(json.dumps({"some": [{**size, "config": {"rows": 64, "block": 64} | mosaic}]}))
+    monkeypatch.setattr(tune, "TUNED", table)
+    tune.apply([results])
+    assert [c["config"].get("kernel", "triton") for c in json.loads(table.read_text())["some"]] == kernels

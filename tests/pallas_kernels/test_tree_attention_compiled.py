@@ -1,4 +1,4 @@
-"""The Triton kernels of tree attention without a GPU: lowering in every run, full compiles where jax[cuda13] is."""
+"""The kernels of tree attention without a GPU: lowering in every run, full compiles where jax[cuda13] is."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.config import Config, _tables
+from pallas_kernels.tree_attention.config import Config, _tables, choose
 from pallas_kernels.tree_attention.schedule import make_plan
 
 SHAPES = [(8, 1, "bfloat16"), (8, 9, "bfloat16"), (8, 32, "bfloat16"), (64, 9, "bfloat16"), (8, 9, "float8_e4m3fn")]
@@ -58,6 +59,7 @@ TUNED = sorted(
         (config.rows, config.block, config.num_warps, config.num_stages, config.split_scores)
         for case in _tables()["NVIDIA H200"]
         for config in [Config(**case["config"])]
+        if config.kernel == "triton"
     }
 )
 
@@ -74,3 +76,63 @@ def test_every_tuned_tile_fits(tiles):
         return triton(q_latent, q_rope, cache, lengths, ancestors, shared=shared)
 
     aot.compile_for("NVIDIA H200", attend, *arguments(8, 8, "bfloat16"))
+
+
+H200, OTHER = aot.TARGETS
+MOSAIC_SHAPES = [(8, 1), (8, 9), (8, 33), (64, 8)]
+mosaic = functools.partial(tree_attention, scale=0.1, backend="mosaic")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("heads,q", MOSAIC_SHAPES)
+def test_mosaic_lowers(heads, q):
+    text = aot.lower_for(H200, mosaic, *arguments(heads, q, "bfloat16"))
+    assert "mosaic_gpu" in text and "tree_attention_merge" in text
+
+
+@pytest.mark.skipif(not aot.available(), reason="full compiles need jax[cuda13]")
+@pytest.mark.parametrize("heads,q", MOSAIC_SHAPES)
+def test_mosaic_fits_the_device(heads, q):
+    aot.compile_for(H200, mosaic, *arguments(heads, q, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "kind,changed,why",
+    [
+        (OTHER, {}, f"mosaic cannot run on {OTHER}: use 'triton'"),
+        (
+            H200,
+            {"rank": 64, "rope": 16},
+            "a latent of 512 and a rotary part of 64 columns, not 64 and 16: use 'triton'",
+        ),
+        (H200, {"cache": "float8_e4m3fn"}, "bfloat16 queries and cache, not bfloat16 and float8_e4m3fn: use 'triton'"),
+        (H200, {"rows": 1097}, "multiples of 8, not 1097: use 'triton'"),
+    ],
+)
+def test_mosaic_says_what_it_cannot_take(kind, changed, why):
+    with pytest.raises(NotImplementedError, match=why):
+        aot.lower_for(kind, mosaic, *arguments(**({"heads": 8, "q": 8, "cache": "bfloat16"} | changed)))
+
+
+def test_the_table_decides_between_the_kernels():
+    """A long cache and many rows are Mosaic's; where that kernel may not run, the choice is the nearest of Triton's."""
+    size = 256, 10, 131136, jnp.dtype("bfloat16"), jnp.dtype("bfloat16")
+    assert choose(H200, *size, kernels=("mosaic", "triton")).kernel == "mosaic"
+    assert choose(H200, *size).kernel == choose(OTHER, *size, kernels=("mosaic", "triton")).kernel == "triton"
+    text = aot.lower_for(H200, triton, *arguments(8, 32, "bfloat16", slots=10, rows=131136))
+    assert "mosaic_gpu" in text
+    assert "mosaic_gpu" not in aot.lower_for(H200, triton, *arguments(8, 32, "float8_e4m3fn", slots=10, rows=131136))
+
+
+@pytest.mark.parametrize("mask", ["chain", "tree"])
+def test_mosaic_plan_has_a_word_per_row(mask):
+    q, heads = 40, 3
+    trees = np.random.default_rng(0).random((2, q, q)) < 0.5
+    ancestors = None if mask == "chain" else jnp.asarray(trees)
+    config = Config(64, 64, 132, kernel="mosaic")
+    plan = make_plan(jnp.asarray([5, 0]), ancestors, query_rows=q * heads, q=q, rows=128, config=config)
+    assert plan.words.shape == (2, 2, 128)
+    node = np.arange(q)
+    bits = (np.asarray(plan.words)[:, node // 32] >> (node % 32)[None, :, None]) & 1
+    expected = np.broadcast_to(np.tril(np.ones((q, q), bool)), trees.shape) if mask == "chain" else trees
+    np.testing.assert_array_equal(bits[..., : q * heads].transpose(0, 2, 1), np.repeat(expected, heads, axis=1))
