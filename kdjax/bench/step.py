@@ -31,6 +31,8 @@ from pallas_kernels import timing
 
 ACCEPTANCE = (1.0, 3.0, 4.5, 5.5)
 TRACED_ROUNDS = 8
+LEAST_MS = 1e-4
+"""The last digit that rows keep: rates over a time of zero have no value."""
 FLOOR = (
     "read_ceiling_gb_s",
     "distinct_experts_per_layer",
@@ -246,7 +248,7 @@ class _Runner:
                 f"{int(ended.sum())} streams ended while {name} was measured: use weights that stay finite"
             )
         # On a busy host a short stage may seem to take no time, or less.
-        return max(statistics.median(a - b for a, b in runs) / (long - short), 1e-6)
+        return max(statistics.median(a - b for a, b in runs) / (long - short), LEAST_MS)
 
     def traced(self, executable: Any, folder: Path) -> list[dict[str, Any]]:
         """How idle each device was in some rounds."""
