@@ -33,7 +33,6 @@ class Config:
     merge_parts: int = 64
     merge_warps: int = 4
     kernel: str = "triton"
-    late_values: bool = False
 
     def chunks(self, query_rows: int, slots: int, cache_rows: int) -> int:
         """Programs along the prefix."""

@@ -48,7 +48,7 @@ def partial(
         jnp.pad(x.reshape(slots, q * heads, -1), ((0, 0), (0, rows - q * heads), (0, 0))) for x in (q_latent, q_rope)
     ]
     kernel = plgpu.kernel(
-        functools.partial(_attend, q=q, scale=scale * LOG2_E, late=plan.config.late_values),
+        functools.partial(_attend, q=q, scale=scale * LOG2_E),
         out_type=(
             jax.ShapeDtypeStruct((programs, rows, rank), jnp.float32),
             jax.ShapeDtypeStruct((programs, 2, rows), jnp.float32),
@@ -65,14 +65,15 @@ def partial(
             ],
             weights=_operand(ROWS, BLOCK, dtype=dtype),
             keep=plgpu.SMEM((ROWS,), jnp.float32),
-            asked=plgpu.Barrier(num_arrivals=QUERY_IN_REGISTERS.count(False)),
             arrived=[plgpu.Barrier(num_barriers=stages) for stages in STAGES],
+            asked=plgpu.Barrier(num_arrivals=QUERY_IN_REGISTERS.count(False)),
             weighed=plgpu.Barrier(),
-            scored=plgpu.Barrier(),
             summed=plgpu.Barrier(num_arrivals=2),
         ),
-        # no warpgroup reads with ordinary loads what it has written, so the barriers that follow are all it needs
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        # lane semantics are what was measured; JAX 0.11 has others by default
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         kernel_name="tree_attention",
     )
     acc, stats = kernel(plan.table, lengths, plan.words, *queries, cache_rows)
@@ -98,14 +99,12 @@ def _attend(
     queries,
     weights,
     keep,
-    asked,
     arrived,
+    asked,
     weighed,
-    scored,
     summed,
     q,
     scale,
-    late,
 ):
     """One row tile over one chunk of cache blocks: unnormalised sum of values, peak and total in units of log2."""
     program, role = lax.axis_index("program"), lax.axis_index("role")
@@ -140,10 +139,10 @@ def _attend(
         def seen(i):
             shape = (ROWS, BLOCK)
             node = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + (i * BLOCK - length)
-            word = jnp.zeros(shape, jnp.int32)
-            for w in range(words.shape[1]):
-                of_row = _load(words.at[slot, w, rows], plgpu.Layout.WGMMA.reduce(1))
-                word = jnp.where(node >= w * WORD_BITS, lax.broadcast_in_dim(of_row, shape, [0]), word)
+            of_rows = [_load(words.at[slot, w, rows], plgpu.Layout.WGMMA.reduce(1)) for w in range(words.shape[1])]
+            word, *later = [lax.broadcast_in_dim(of_row, shape, [0]) for of_row in of_rows]
+            for w, other in enumerate(later, 1):
+                word = jnp.where(node >= w * WORD_BITS, other, word)
             bit = lax.shift_right_logical(word, node & (WORD_BITS - 1)) & 1
             visible = (node < 0) | ((node < q) & (bit != 0))
             return visible & (node < cache_rows - length) if cache_rows % BLOCK else visible
@@ -159,8 +158,6 @@ def _attend(
                 return acc[...]
 
             scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, BLOCK), jnp.float32)) * scale
-            if late:
-                plgpu.barrier_arrive(scored)
             if masked:
                 scores = jnp.where(seen(i), scores, UNSEEN)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -191,26 +188,16 @@ def _attend(
         for each in fetched:
             pl.loop(first, jnp.minimum(first + STAGES[each], end))(functools.partial(fetch, each))
 
-        if late:
-            plgpu.barrier_wait(scored)
-
         def step(i, acc):
             plgpu.barrier_wait(arrived[part].at[stage(part, i)])
             plgpu.barrier_wait(weighed)
             acc = acc * lax.broadcast_in_dim(_load(keep, plgpu.Layout.WGMMA.reduce(1)), acc.shape, [0])
-
-            if late:
-
-                @pl.when(i + 1 < end)
-                def _():
-                    plgpu.barrier_wait(scored)
 
             def product(acc):
                 plgpu.wgmma(acc, weights, rings[part].at[stage(part, i)])
 
             acc = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
             plgpu.barrier_arrive(summed)
-            plgpu.commit_smem()  # a barrier: all four warps have read the block that one of them lets overwrite
             for each in fetched:
                 pl.when(i + STAGES[each] < end)(functools.partial(fetch, each, i + STAGES[each]))
             return acc
