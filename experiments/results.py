@@ -89,7 +89,8 @@ KINDS = {
         "Attention of a draft tree over a cached context",
         "kdjax bench attention --out {file}",
         "Main kernel and merge, arbitrary tree mask; `us` per call, best of the repetitions. `tuner us` is with the "
-        "tile sizes in use since. The peer is the best of FlashMLA and FlashAttention-3 with a chain, without a mask.",
+        "tile sizes in use since. `Mosaic us` is the Mosaic GPU kernel's, of a later run. The peer is the best of "
+        "FlashMLA and FlashAttention-3 with a chain, without a mask.",
         {
             "heads": "heads",
             "tokens": "tokens",
@@ -97,6 +98,8 @@ KINDS = {
             "prefix": "prefix",
             "us": "us",
             "tuner_us": "tuner us",
+            "mosaic_us": "Mosaic us",
+            "triton_us_same_run": "Triton us, same run",
             "chain_peer_us": "best peer, chain, us",
             "read_ceiling_fraction": "of the read ceiling",
             "matmul_peak_fraction": "of the matmul peak",
