@@ -43,7 +43,8 @@ def plan(
         q: tokens per slot in the calls it is for.
         heads: of their queries.
         cache_rows: per slot, of their cache.
-        rank, rope: columns of a cache row: its latent and its rotary part.
+        rank: columns of the latent part of a cache row.
+        rope: columns of its rotary part.
         dtype: of the queries.
         cache_dtype: of the cache.
         backend: that of the calls; with "triton" the tuned table decides between the Triton and the Mosaic kernel.
