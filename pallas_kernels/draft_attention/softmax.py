@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.numerics import precision
+from pallas_kernels.tiles import UNSEEN
 
 KEYS = 128
 """Context rows per step of a loop. Caches are whole multiples of it, so a step never has to be moved back."""
-UNSEEN = -1e30  # finite: the maximum over unseen keys must not produce inf - inf
 
 
 class State(NamedTuple):
