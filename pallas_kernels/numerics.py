@@ -12,11 +12,6 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def matmul(x: Float[Array, "*lead width"], w: Float[Array, "width out"]) -> Float[Array, "*lead out"]:
-    """x @ w in the dtype of `x`."""
-    return jnp.matmul(x, w, precision=precision(x.dtype))
-
-
 def matmul_nt(
     x: Float[Array, "*lead width"], w: Float[Array, "out width"], out_dtype: jnp.dtype | None = None
 ) -> Float[Array, "*lead out"]:
@@ -24,3 +19,12 @@ def matmul_nt(
     return lax.dot_general(
         x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x.dtype), preferred_element_type=out_dtype
     )
+
+
+def matmul_weight_first(x: Float[Array, "*lead width"], w: Float[Array, "out width"]) -> Float[Array, "*lead out"]:
+    """`matmul_nt` as w @ x^T: XLA's CPU backend repacks the right operand in every call, which should be the small one.
+
+    The barrier keeps XLA from turning the product round again.
+    """
+    product = lax.dot_general(w, x, (((1,), (x.ndim - 1,)), ((), ())), precision=precision(x.dtype))
+    return jnp.moveaxis(lax.optimization_barrier(product), 0, -1)

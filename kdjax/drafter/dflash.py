@@ -20,8 +20,8 @@ from kdjax.config import DrafterConfig
 from kdjax.drafter.cache import DraftCache
 from kdjax.model import parallel, rope
 from kdjax.model.experts import MLP
-from kdjax.model.fused import FusedMLP, fuse_mlp, input_major
-from kdjax.model.linear import InputMajorLinear, Linear
+from kdjax.model.fused import FusedMLP, fuse_mlp, side_by_side
+from kdjax.model.linear import Linear, WeightFirstLinear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
 from kdjax.model.structure import split
@@ -40,7 +40,7 @@ def rotate(x: Float[Array, "slots n heads head_dim"], cos_sin: CosSin) -> Float[
 class Attention(nnx.Module):
     """Attention of one layer, but for the projections around it, which differ in how a layout holds them."""
 
-    o_proj: Linear | InputMajorLinear
+    o_proj: Linear
 
     def __init__(self, config: DrafterConfig, layer: int, runtime: Runtime):
         c, dtype = config, runtime.dtype
@@ -102,8 +102,8 @@ class FusedAttention(Attention):
     def __init__(self, config: DrafterConfig, layer: int, runtime: Runtime):
         super().__init__(config, layer, runtime)
         dtype = runtime.dtype
-        self.qkv_proj = InputMajorLinear(config.hidden_size, self.queries + 2 * self.keys, dtype)
-        self.o_proj = InputMajorLinear(self.queries, config.hidden_size, dtype)
+        self.qkv_proj = WeightFirstLinear(config.hidden_size, self.queries + 2 * self.keys, dtype)
+        self.o_proj = WeightFirstLinear(self.queries, config.hidden_size, dtype)
 
     def project(
         self, x: Float[Array, "slots n hidden"]
@@ -126,7 +126,7 @@ class DFlash(nnx.Module):
     def __init__(self, config: DrafterConfig, runtime: Runtime):
         c, dtype = config, runtime.dtype
         taps = len(c.target_layer_ids) * c.hidden_size
-        self.fc = (InputMajorLinear if runtime.layout == "fused" else Linear)(taps, c.hidden_size, dtype)
+        self.fc = (WeightFirstLinear if runtime.layout == "fused" else Linear)(taps, c.hidden_size, dtype)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
         self.layers = nnx.List([Layer(c, i, runtime) for i in range(c.num_hidden_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
@@ -149,11 +149,11 @@ def arrange(params: Params, runtime: Runtime) -> Params:
         return params
     layers = {}
     for i, layer in params["layers"].items():
-        q, k, v, o = (layer["self_attn"][name]["weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        q, k, v = (layer["self_attn"][name]["weight"] for name in ("q_proj", "k_proj", "v_proj"))
         norms = {name: layer["self_attn"][name] for name in ("q_norm", "k_norm")}
-        attn = {**norms, "qkv_proj": input_major(q, k, v), "o_proj": input_major(o)}
+        attn = {**norms, "qkv_proj": side_by_side(q, k, v), "o_proj": layer["self_attn"]["o_proj"]}
         layers[i] = {**layer, "self_attn": attn, "mlp": fuse_mlp(layer["mlp"])}
-    return {**params, "layers": layers, "fc": input_major(params["fc"]["weight"])}
+    return {**params, "layers": layers}
 
 
 def _cos_sin(config: DrafterConfig, positions: Int32[Array, "slots n"]) -> CosSin:

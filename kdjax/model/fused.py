@@ -1,10 +1,9 @@
 """The fused layout: the same model with fewer, larger matmuls, for small models in float32 on CPU.
 
-There a matmul of a few rows costs tens of microseconds before it computes anything, and a transposed weight is
-repacked in every call. So, once, at load: matrices that read the same input are put side by side and stored
-[in, out]; W_UK is multiplied into q_b_proj and W_UV into o_proj, which pays while kv_lora_rank is about as small as a
-head; shared experts join the routed ones with weight 1. Gate and up of the experts are held twice: expert by expert,
-for a token or two that read few of them, and all as one matrix, for a tree or a prompt.
+There a matmul of a few rows costs tens of microseconds before it computes anything. So, once, at load: matrices that
+read the same input are put side by side; W_UK is multiplied into q_b_proj and W_UV into o_proj, which pays while
+kv_lora_rank is about as small as a head; shared experts join the routed ones with weight 1. Down of the experts is held
+twice: expert by expert, for a token or two that read few of them, and all as one matrix, for a tree or a prompt.
 
 Rounding differs from that of the checkpoint layout by a float32 unit or so per product; cache rows are the same.
 """
@@ -22,7 +21,7 @@ from jaxtyping import Array, Float, Int32
 from kdjax.config import ModelConfig
 from kdjax.model import cache as kv
 from kdjax.model import rope
-from kdjax.model.linear import InputMajorLinear
+from kdjax.model.linear import WeightFirstLinear
 from kdjax.model.mla import Step
 from kdjax.model.norm import RMSNorm
 from kdjax.model.router import Router
@@ -38,8 +37,8 @@ class FusedMLP(nnx.Module):
 
     def __init__(self, hidden: int, inner: int, dtype: jnp.dtype):
         self.inner = inner
-        self.gate_up_proj = InputMajorLinear(hidden, 2 * inner, dtype)
-        self.down_proj = InputMajorLinear(inner, hidden, dtype)
+        self.gate_up_proj = WeightFirstLinear(hidden, 2 * inner, dtype)
+        self.down_proj = WeightFirstLinear(inner, hidden, dtype)
 
     def __call__(self, x: Float[Array, "*lead hidden"]) -> Float[Array, "*lead hidden"]:
         both = self.gate_up_proj(x)
@@ -52,11 +51,11 @@ class FusedMLA(nnx.Module):
     def __init__(self, config: ModelConfig, runtime: Runtime):
         c, dtype = config, runtime.dtype
         self.config, self.runtime = config, runtime
-        self.qkv_a_proj = InputMajorLinear(c.hidden_size, c.q_lora_rank + c.latent_dim, dtype)
+        self.qkv_a_proj = WeightFirstLinear(c.hidden_size, c.q_lora_rank + c.latent_dim, dtype)
         self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, dtype)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, dtype)
-        self.q_latent_proj = InputMajorLinear(c.q_lora_rank, c.num_attention_heads * c.latent_dim, dtype)
-        self.o_latent_proj = InputMajorLinear(c.num_attention_heads * c.kv_lora_rank, c.hidden_size, dtype)
+        self.q_latent_proj = WeightFirstLinear(c.q_lora_rank, c.num_attention_heads * c.latent_dim, dtype)
+        self.o_latent_proj = WeightFirstLinear(c.num_attention_heads * c.kv_lora_rank, c.hidden_size, dtype)
 
     def __call__(
         self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
@@ -88,8 +87,8 @@ class FusedExperts(nnx.Module):
         n = config.n_routed_experts + config.n_shared_experts
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_up = nnx.Param(jnp.zeros((n, 2 * inner, hidden), dtype))
-        self.all_gate_up = nnx.Param(jnp.zeros((hidden, 2 * n * inner), dtype))
-        self.down = nnx.Param(jnp.zeros((n, inner, hidden), dtype))
+        self.down = nnx.Param(jnp.zeros((n, hidden, inner), dtype))
+        self.all_down = nnx.Param(jnp.zeros((hidden, n * inner), dtype))
 
 
 class FusedMoE(nnx.Module):
@@ -113,7 +112,7 @@ class FusedMoE(nnx.Module):
             tokens,
             jnp.concatenate([indices, shared], axis=1),
             jnp.concatenate([weights, jnp.ones(shape, jnp.float32)], axis=1),
-            *(w.get_value() for w in (experts.gate_up, experts.all_gate_up, experts.down)),
+            *(w.get_value() for w in (experts.gate_up, experts.down, experts.all_down)),
             backend=self.runtime.backend,
         )
         return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)
@@ -130,18 +129,18 @@ def fuse(params: Params, config: ModelConfig) -> Params:
         }
         for i, layer in params["layers"].items()
     }
-    return {**params, "layers": layers, "lm_head": input_major(params["lm_head"]["weight"])}
+    return {**params, "layers": layers}
 
 
-def input_major(*weights: Any) -> Params:
-    """[out, in] matrices that read the same input, side by side as one [in, out]."""
-    return {"weight": jnp.asarray(np.ascontiguousarray(np.concatenate([np.asarray(w) for w in weights]).T))}
+def side_by_side(*weights: Any) -> Params:
+    """[out, in] matrices that read the same input, as one."""
+    return {"weight": jnp.asarray(np.concatenate([np.asarray(w) for w in weights]))}
 
 
 def fuse_mlp(mlp: Params) -> Params:
     """The params of `FusedMLP` from those of an MLP in the checkpoint layout."""
     gate, up, down = (mlp[name]["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
-    return {"gate_up_proj": input_major(gate, up), "down_proj": input_major(down)}
+    return {"gate_up_proj": side_by_side(gate, up), "down_proj": side_by_side(down)}
 
 
 def _fuse_mla(attn: Params, c: ModelConfig) -> Params:
@@ -157,11 +156,11 @@ def _fuse_mla(attn: Params, c: ModelConfig) -> Params:
     q = np.concatenate([q_latent, q_b[:, nope:]], axis=1).reshape(-1, c.q_lora_rank)
     o_latent = np.einsum("dhv,hvr->dhr", o, kv_b[:, nope:]).reshape(c.hidden_size, -1)
     return {
-        "qkv_a_proj": input_major(attn["q_a_proj"]["weight"], attn["kv_a_proj_with_mqa"]["weight"]),
+        "qkv_a_proj": side_by_side(attn["q_a_proj"]["weight"], attn["kv_a_proj_with_mqa"]["weight"]),
         "q_a_layernorm": attn["q_a_layernorm"],
         "kv_a_layernorm": attn["kv_a_layernorm"],
-        "q_latent_proj": input_major(q.astype(np.float32)),
-        "o_latent_proj": input_major(o_latent.astype(np.float32)),
+        "q_latent_proj": side_by_side(q.astype(np.float32)),
+        "o_latent_proj": side_by_side(o_latent.astype(np.float32)),
     }
 
 
@@ -183,7 +182,7 @@ def _fuse_moe(moe: Params, c: ModelConfig) -> Params:
         "gate": moe["gate"],
         "experts": {
             "gate_up": jnp.asarray(np.concatenate([gate, up], axis=1)),
-            "all_gate_up": input_major(gate.reshape(-1, hidden), up.reshape(-1, hidden))["weight"],
-            "down": jnp.asarray(np.ascontiguousarray(np.moveaxis(down, 1, 2))),
+            "down": jnp.asarray(down),
+            "all_down": jnp.asarray(np.ascontiguousarray(np.moveaxis(down, 1, 0).reshape(hidden, -1))),
         },
     }

@@ -22,13 +22,13 @@ from kdjax.model.block import Block
 from kdjax.model.cache import KVCache
 from kdjax.model.experts import runs_tiled, tile_layer
 from kdjax.model.fused import fuse
-from kdjax.model.linear import InputMajorLinear, Linear
+from kdjax.model.linear import Linear, WeightFirstLinear
 from kdjax.model.mla import Step
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
 from kdjax.model.structure import split
 from pallas_kernels import tree_attention
-from pallas_kernels.numerics import matmul, matmul_nt
+from pallas_kernels.numerics import matmul_nt, matmul_weight_first
 
 Params = dict[str, Any]
 
@@ -48,7 +48,7 @@ class K2(nnx.Module):
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, dtype)
         self.layers = nnx.List([Block(c, i, runtime) for i in range(c.num_hidden_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        linear = InputMajorLinear if runtime.layout == "fused" else Linear
+        linear = WeightFirstLinear if runtime.layout == "fused" else Linear
         self.lm_head = linear(c.hidden_size, c.vocab_size, dtype)
 
 
@@ -205,12 +205,13 @@ def logits(
     Raises:
         KdjaxError: `lm_head.weight` has another shape than config and runtime say.
     """
-    weight, fused = params["lm_head"]["weight"], runtime.layout == "fused"
-    vocab = config.vocab_size // runtime.mesh.size(runtime.mesh.model_axes)
-    expected = (config.hidden_size, vocab) if fused else (vocab, config.hidden_size)
+    weight = params["lm_head"]["weight"]
+    expected = (config.vocab_size // runtime.mesh.size(runtime.mesh.model_axes), config.hidden_size)
     if weight.shape != expected:
         raise KdjaxError(
             f"lm_head.weight is {weight.shape}, config and runtime say {expected}: "
             "use the config of this checkpoint and the runtime it was loaded for"
         )
-    return matmul(hidden, weight) if fused else matmul_nt(hidden, weight, jnp.dtype(jnp.float32))
+    if runtime.layout == "fused":
+        return matmul_weight_first(hidden, weight)
+    return matmul_nt(hidden, weight, jnp.dtype(jnp.float32))

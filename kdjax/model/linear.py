@@ -1,4 +1,4 @@
-"""Bias-free linear layers: dense or INT4 weights [out, in] as in the checkpoint, or dense ones [in, out]."""
+"""Bias-free linear layers with weights [out, in] as in the checkpoint, dense or INT4."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kdjax.model.int4 import Int4, dequantize
-from pallas_kernels.numerics import matmul, matmul_nt
+from pallas_kernels.numerics import matmul_nt, matmul_weight_first
 
 
 def linear(x: Float[Array, "*lead width"], weight: Float[Array, "out width"] | Int4) -> Float[Array, "*lead out"]:
@@ -26,11 +26,8 @@ class Linear(nnx.Module):
         return linear(x, self.weight.get_value())
 
 
-class InputMajorLinear(nnx.Module):
-    """x @ weight with weight [in, out], which XLA's CPU backend multiplies by several rows without repacking it."""
-
-    def __init__(self, width: int, out: int, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((width, out), dtype))
+class WeightFirstLinear(Linear):
+    """`Linear` for XLA's CPU backend."""
 
     def __call__(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead out"]:
-        return matmul(x, self.weight.get_value())
+        return matmul_weight_first(x, self.weight.get_value())

@@ -114,25 +114,22 @@ def fused_experts(
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     gate_up: Float[Array, "experts gate_and_up hidden"],
-    all_gate_up: Float[Array, "hidden all_gates_and_ups"],
-    down: Float[Array, "experts inner hidden"],
+    down: Float[Array, "experts hidden inner"],
+    all_down: Float[Array, "hidden all_inner"],
     *,
     backend: str,
 ) -> Float[Array, "tokens hidden"]:
-    """`dense_experts` for few small experts, whose gate and up are held twice.
+    """`dense_experts` for few small experts, whose down is held twice.
 
-    `gate_up` has the rows of gate, then those of up; `all_gate_up` has the columns of every expert's gate, then those
-    of every expert's up; `down` is transposed, so that all experts together are one [experts * inner, hidden] matrix.
+    `gate_up` has the rows of gate, then those of up; `all_down` has the columns of every expert's down in turn.
 
     Raises:
         NotImplementedError: a backend, or a weight dtype other than that of `x`, that is not supported.
     """
     _check_backend("fused_experts", backend, BACKENDS)
-    if {gate_up.dtype, all_gate_up.dtype, down.dtype} != {x.dtype}:
-        raise NotImplementedError(
-            f"fused_experts: {x.dtype=} with {gate_up.dtype=}, {all_gate_up.dtype=}, {down.dtype=}"
-        )
-    return xla.fused_experts(x, indices, weights, gate_up, all_gate_up, down)
+    if {gate_up.dtype, down.dtype, all_down.dtype} != {x.dtype}:
+        raise NotImplementedError(f"fused_experts: {x.dtype=} with {gate_up.dtype=}, {down.dtype=}, {all_down.dtype=}")
+    return xla.fused_experts(x, indices, weights, gate_up, down, all_down)
 
 
 def _check_backend(op: str, backend: str, supported: tuple[str, ...]) -> None:

@@ -1,9 +1,9 @@
 """Plain-JAX experts.
 
 One token or so takes its experts one by one: only the weights it needs are read, and the slice of a matrix fuses into
-its matrix-vector product. More tokens are grouped by expert, or, with few small experts held in the fused form, take
-all experts in two matmuls: that wastes experts / top_k of the arithmetic, but each of many small matmuls would cost
-more, and nearly every expert is in use anyway.
+its matrix-vector product. More tokens are grouped by expert. Few small experts held in the fused form are all taken in
+two matmuls, by one token too where it needs more than half of them: that wastes experts / top_k of the arithmetic, but
+each of many small matmuls would cost more, and nearly every expert is in use anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.int4 import dequantize
 from pallas_kernels.int4_experts.layout import PackedExperts
-from pallas_kernels.numerics import matmul, matmul_nt, precision
+from pallas_kernels.numerics import matmul_nt, matmul_weight_first, precision
 
 ONE_BY_ONE = 16  # assignments; the loop is unrolled, so this also bounds the size of the program
 
@@ -46,15 +46,16 @@ def fused_experts(
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     gate_up: Float[Array, "experts gate_and_up hidden"],
-    all_gate_up: Float[Array, "hidden all_gates_and_ups"],
-    down: Float[Array, "experts inner hidden"],
+    down: Float[Array, "experts hidden inner"],
+    all_down: Float[Array, "hidden all_inner"],
 ) -> Float[Array, "tokens hidden"]:
-    if indices.size > ONE_BY_ONE:
-        return _whole(x, indices, weights, all_gate_up, down)
+    most = 2 * indices.shape[1] > gate_up.shape[0]
+    if most or indices.size > ONE_BY_ONE:
+        return _whole(x, indices, weights, gate_up, all_down)
 
     def matrices(e: Int32[Array, ""]) -> tuple[Array, Array]:
         gate_up_e, down_e = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
-        return gate_up_e, down_e.T
+        return gate_up_e, down_e
 
     return _one_by_one(x, indices, weights, matrices)
 
@@ -122,17 +123,17 @@ def _whole(
     x: Float[Array, "tokens hidden"],
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    gate_up: Float[Array, "hidden all_gates_and_ups"],
-    down: Float[Array, "experts inner hidden"],
+    gate_up: Float[Array, "experts gate_and_up hidden"],
+    all_down: Float[Array, "hidden all_inner"],
 ) -> Float[Array, "tokens hidden"]:
     """The routing weights scale the inner activations, so that `down` sums over experts in the same matmul."""
-    experts, inner, hidden = down.shape
+    experts, hidden = gate_up.shape[0], x.shape[1]
     one_hot = indices[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
     routed = jnp.sum(jnp.where(one_hot, weights[:, :, None].astype(jnp.float32), 0.0), axis=1)
-    g, u = jnp.split(matmul(x, gate_up), 2, axis=1)
-    a = (jax.nn.silu(g) * u).reshape(-1, experts, inner).astype(jnp.float32) * routed[:, :, None]
-    a = a.reshape(-1, experts * inner).astype(x.dtype)
-    return matmul(a, down.reshape(experts * inner, hidden))
+    both = matmul_weight_first(x, gate_up.reshape(-1, hidden)).reshape(x.shape[0], experts, -1)
+    g, u = jnp.split(both, 2, axis=2)
+    a = (jax.nn.silu(g) * u).astype(jnp.float32) * routed[:, :, None]
+    return matmul_weight_first(a.reshape(x.shape[0], -1).astype(x.dtype), all_down)
 
 
 def _grouped(

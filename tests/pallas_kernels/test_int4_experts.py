@@ -56,8 +56,7 @@ def run(x, indices, weights, quantised, form, backend):
         return int4_experts(x, indices, weights, PackedExperts(*arrays, GROUP), backend=backend)
     gate, up, down = (dense(pair, x.dtype) for pair in quantised)
     if form == "fused":
-        all_gate_up = jnp.concatenate([gate.reshape(-1, HIDDEN), up.reshape(-1, HIDDEN)]).T
-        arrays = jnp.concatenate([gate, up], axis=1), all_gate_up, jnp.swapaxes(down, 1, 2)
+        arrays = jnp.concatenate([gate, up], axis=1), down, jnp.moveaxis(down, 1, 0).reshape(HIDDEN, -1)
         return fused_experts(x, indices, weights, *arrays, backend=backend)
     return dense_experts(x, indices, weights, gate, up, down, backend=backend)
 
