@@ -315,13 +315,19 @@ def one_round(program: Program, params: Params, state: DecodeState) -> DecodeSta
         return observed_round(program, params, state)[0]
     tree = draft(program, params, state)
     budgets, index = budgeting.choose(program.policy, tree, state.reason == Reason.RUNNING)
+    # One loop per width, of which one turns once: XLA would copy the caches into and out of each branch of a switch.
+    for i, width in enumerate(program.policy.widths):
 
-    def at(width: int) -> Callable[[DecodeState, ddtree.Tree, Array], DecodeState]:
-        return lambda state, tree, budgets: finish_round(
-            program, params, state, budgeting.narrow(tree, budgets, width)
-        )[0]
+        def chosen(carry: tuple[Array, DecodeState], i: int = i) -> Bool[Array, ""]:
+            return carry[0] == i
 
-    return lax.switch(index, [at(width) for width in program.policy.widths], state, tree, budgets)
+        def finish(carry: tuple[Array, DecodeState], width: int = width) -> tuple[Array, DecodeState]:
+            index, state = carry
+            narrow = budgeting.narrow(tree, budgets, width)
+            return jnp.full_like(index, -1), finish_round(program, params, state, narrow)[0]
+
+        index, state = lax.while_loop(chosen, finish, (index, state))
+    return state
 
 
 def observed_round(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Round]:

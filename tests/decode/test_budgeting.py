@@ -87,6 +87,21 @@ def test_tokens_are_those_of_plain_decoding(plain, scope, widths):
     assert sum(c.statistics.rounds for c in aware) < sum(c.statistics.rounds for c in plain)
 
 
+def test_no_cache_is_copied_for_the_choice():
+    config = DecodeConfig(mode="tree", budget=9)
+    policy = CostAware((3, 9), (1.0, 1.15))
+    decoder = Decoder(target(), drafter(), config, RUNTIME, slots=2, context=64, policy=policy)
+    state = decoder.empty(64)
+    program = decoder.compiled(64, state).decode.as_text()
+    caches = {x.shape for x in jax.tree.leaves((state.cache.latent, state.drafter))}
+    shapes = [f"f32[{','.join(map(str, shape))}]" for shape in caches]
+    assert all(f"{shape}{{" in program for shape in shapes)  # searched for as XLA writes them
+    found = [
+        line for line in program.splitlines() if " copy(" in line and any(f"= {shape}" in line for shape in shapes)
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize(
     "widths, seconds, scope, said",
     [
