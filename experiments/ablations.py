@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from experiments import decoding
 from experiments.decoding import decode_all
 from experiments.decoding import inputs as inputs
+from experiments.rounds import batches
 from experiments.static_tree import StaticRanks, Table, acceptance_by_rank
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.decode import CostAware, Decoder, Request
@@ -26,6 +28,7 @@ METRICS = decoding.SPEED | decoding.TAU
 Policy = Literal["fixed", "static", "stream", "batch"]
 RANKS = 8
 WITHIN = 0.02
+COST_TURNS = 4
 
 
 class Config(decoding.Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +36,8 @@ class Config(decoding.Config, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     "static" keeps one shape of tree, made of how often each rank was accepted on the prompts of `calibrate`. "stream"
     and "batch" verify the number of nodes among `widths` that promises the most tokens per second, by `seconds` per
-    round at each of them; without `seconds` these are measured on the prompts of `calibrate`. Their cells run the fixed
+    round at each of them. Without `seconds` these are measured on the prompts of `calibrate`, and `widths` end with the
+    fixed budget that was fastest there: to draft and weigh more costs time in every round. Their cells run the fixed
     budgets once more in turns with the policy: cells that run one after another meet another load of the machine.
     """
 
@@ -72,8 +76,8 @@ def _decoder(config: Config) -> Decoder:
         ranks = acceptance(_same(config))
         drafting = StaticRanks(models.drafter.config, models.target.config, models.runtime, ranks)
     else:
-        decode = _tree(config, config.widths[-1])
-        policy = CostAware(config.widths, config.seconds or costs(_same(config)), config.policy)
+        widths, seconds = (config.widths, config.seconds) if config.seconds else costs(_same(config))
+        decode, policy = _tree(config, widths[-1]), CostAware(widths, seconds, config.policy)
     return Decoder(
         models.target,
         models.drafter,
@@ -87,20 +91,27 @@ def _decoder(config: Config) -> Decoder:
 
 
 @functools.lru_cache(maxsize=8)
-def costs(config: Config) -> tuple[float, ...]:
-    """Seconds per round at each width with all slots running; the widths take turns, and the fastest turn counts."""
-    requests = _calibration(config)
-    if len(requests) < config.slots:
-        raise KdjaxError(f"calibrate has {len(requests)} prompts for slots = {config.slots}: give at least as many")
+def costs(config: Config) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Widths up to the fastest fixed budget, and seconds per round at each with all slots running.
+
+    The widths take turns, and the fastest turn of each counts.
+    """
+    groups = batches(_calibration(config), config.slots)
+    if not groups:
+        raise KdjaxError(f"calibrate has fewer prompts than slots = {config.slots}: give at least as many")
     decoders = [_fixed(config, _tree(config, width)) for width in config.widths]
-    turns = []
-    for _ in range(max(config.repeats, 2)):
-        turn = []
-        for decoder in decoders:
-            outcome = decode_all(decoder, requests[: config.slots])
-            turn.append(outcome.decode_seconds / max(c.statistics.rounds for c in outcome.begun))
-        turns.append(turn)
-    return tuple(min(seconds) for seconds in zip(*turns, strict=True))
+    turns = [[_seconds(decoder, groups) for decoder in decoders] for _ in range(COST_TURNS)]
+    per_round, per_token = (np.min(turns, axis=0)[:, i] for i in range(2))
+    most = 1 + int(np.argmin(per_token))
+    return config.widths[:most], tuple(per_round[:most].tolist())
+
+
+def _seconds(decoder: Decoder, groups: Sequence[Sequence[Request]]) -> tuple[float, float]:
+    """Per round and per token, one group of prompts after the other."""
+    outcomes = [decode_all(decoder, group) for group in groups]
+    seconds = sum(outcome.decode_seconds for outcome in outcomes)
+    rounds = sum(max(c.statistics.rounds for c in outcome.begun) for outcome in outcomes)
+    return seconds / rounds, seconds / sum(outcome.statistics.emitted for outcome in outcomes)
 
 
 @functools.lru_cache(maxsize=8)
