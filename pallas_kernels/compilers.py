@@ -52,7 +52,10 @@ class Compilers:
 
     def start(self, key: Hashable, job: Job) -> None:
         """Raises StopIteration where no process is idle."""
-        next(worker for worker in self._workers if worker.key is None).start(key, job)
+        worker = next(worker for worker in self._workers if worker.key is None)
+        if not worker.process.is_alive():
+            worker = self._replace(worker)
+        worker.start(key, job)
 
     def finished(self, timeout: float) -> Iterator[tuple[Any, Callable[..., Any] | CompileError]]:
         """Key and program, or error, of the jobs that are done, after at most `timeout` seconds of waiting for one."""
@@ -73,14 +76,18 @@ class Compilers:
                 answer = f"the compiler ended with exit code {worker.process.exitcode}"
             if isinstance(answer, str):
                 if worker.key is not None:  # it hangs or is dead
-                    worker.end()
-                    self._workers[self._workers.index(worker)] = _Worker()
+                    self._replace(worker)
                 yield key, CompileError(answer)
             else:
                 yield key, _load(answer)
 
+    def _replace(self, worker: _Worker) -> _Worker:
+        worker.end()
+        self._workers[self._workers.index(worker)] = new = _Worker()
+        return new
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(eq=False)
 class _Worker:
     """A process and the job it has."""
 
@@ -115,11 +122,9 @@ def _serve(connection: Connection) -> None:
     os.nice(10)
     while True:
         try:
-            job = connection.recv()
+            answer = serialize_executable.serialize(connection.recv()())
         except EOFError:
             return
-        try:
-            answer = serialize_executable.serialize(job())
         except Exception as failure:
             answer = f"{type(failure).__name__}: {failure}"
         connection.send(answer)
