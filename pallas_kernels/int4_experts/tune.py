@@ -67,7 +67,17 @@ def link(config: Config) -> Link:
 def compile_part(
     part: Part, shape: Shape, inner: int, tokens: int, count: int, loops: int, config: Config, backend: str
 ) -> jax.stages.Compiled:
-    """A program of `count` inputs `loops` times over, as `timing.several_calls` makes it; inputs as `Cell.inputs`."""
+    """A program of `count` inputs `loops` times over, as `timing.several_calls` makes it."""
+    op, experts, inputs = part_of_layer(part, shape, inner, tokens, config, backend)
+    # there is nothing to autotune but the small sums, in every candidate anew
+    quick: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"} if backend == "triton" else {}
+    return timing.several_calls(op, loops).lower((experts,), [inputs] * count).compile(quick)
+
+
+def part_of_layer(
+    part: Part, shape: Shape, inner: int, tokens: int, config: Config, backend: str
+) -> tuple[Callable[..., Any], TiledExperts, tuple[Any, ...]]:
+    """A function op(experts, *inputs), and the shapes of its arguments."""
     interpret, struct = backend == "interpret", jax.ShapeDtypeStruct
     experts = Case(shape, inner, tokens).experts_struct
     x = struct((tokens, shape.hidden), jnp.bfloat16)
@@ -83,17 +93,12 @@ def compile_part(
         return triton.int4_experts(x, indices, weights, experts, config, interpret=interpret)
 
     if part == "gate_up":
-        op, inputs = gate_up, (x, indices)
-    elif part == "down":
+        return gate_up, experts, (x, indices)
+    if part == "down":
         before = dataclasses.replace(config, down_form="group")  # as `tune` runs gate+up
         run = functools.partial(triton.gate_up, config=before, interpret=interpret)
-        h, groups = jax.eval_shape(run, x, indices, experts)
-        op, inputs = down, (h, groups, indices, weights)
-    else:
-        op, inputs = layer, (x, indices, weights)
-    # there is nothing to autotune but the small sums, in every candidate anew
-    quick: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"} if backend == "triton" else {}
-    return timing.several_calls(op, loops).lower((experts,), [inputs] * count).compile(quick)
+        return down, experts, (*jax.eval_shape(run, x, indices, experts), indices, weights)
+    return layer, experts, (x, indices, weights)
 
 
 class Cell:
