@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,14 @@ def measure(
     *,
     repetitions: int = 12,
     min_ops: int = 96,
+    loops: int | None = None,
 ) -> Timing:
-    """Time of one op within `program`, which is `several_calls(op)`, compiled or not.
+    """Time of one op within `program`, which is `several_calls(op, loops)`, compiled or not.
 
     A repetition runs the program until at least `min_ops` ops are done and waits once, at its end.
     """
     jax.block_until_ready(program(shared, inputs))
-    ops = len(inputs) * loops_here()
+    ops = len(inputs) * (loops_here() if loops is None else loops)
     launches = -(-min_ops // ops)
     times = []
     for _ in range(repetitions):
@@ -88,18 +89,14 @@ def measure(
     return Timing(statistics.median(times) * 1e6, min(times) * 1e6)
 
 
-def compile_all(
-    jobs: Sequence[Callable[[], Any]], *, threads: int, seconds: float | None = None
-) -> list[Any | Exception | None]:
-    """The result of every job, its exception, or None where its turn did not come in time.
+def compile_all(jobs: Sequence[Callable[[], Any]], *, threads: int) -> list[Any | Exception]:
+    """The result of every job, or its exception.
 
     All at once and before anything is measured: threads that trace hold up the launches of the one that measures.
     """
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(job) for job in jobs]
-        wait(futures, timeout=seconds)
-        pool.shutdown(cancel_futures=True)
-    return [None if f.cancelled() else f.exception() or f.result() for f in futures]
+    return [f.exception() or f.result() for f in futures]
 
 
 def time_op(op: Callable[..., Any], shared: Sequence[Any], inputs: Sequence[Sequence[Any]], **options: Any) -> Timing:

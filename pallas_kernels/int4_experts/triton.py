@@ -58,19 +58,30 @@ def int4_experts(
     *,
     interpret: bool,
 ) -> BFloat16[Array, "tokens hidden"]:
-    tokens, top_k = indices.shape
-    hidden, inner = experts.hidden, experts.inner
-    width = x.shape[1]
-    x = jnp.pad(x, ((0, 0), (0, hidden - width)))
-    flat, flat_weights = indices.reshape(-1), weights.reshape(-1).astype(jnp.float32)
-    run = functools.partial(_call, interpret=interpret)
+    h, groups = gate_up(x, indices, experts, config, interpret=interpret)
+    return down(h, groups, indices, weights, experts, config, width=x.shape[1], interpret=interpret)
 
-    programs, lookup, tables = _grouping(config, flat, experts.experts, interpret)
+
+def gate_up(
+    x: BFloat16[Array, "tokens hidden"],
+    indices: Int32[Array, "tokens top_k"],
+    experts: TiledExperts,
+    config: Config,
+    *,
+    interpret: bool,
+) -> tuple[Float[Array, "rows inner"], tuple[Array, ...]]:
+    """The first half of the layer: a row per assignment (partial sums if `splits` > 1), and the groups, if made."""
+    hidden, inner = experts.hidden, experts.inner
+    flat = indices.reshape(-1)
+    x = jnp.pad(x, ((0, 0), (0, hidden - x.shape[1])))
     tile = _fit(config.gate_up, inner, hidden)
-    narrow, splits = inner <= NARROW, tile.splits
+    sort = config.grouping == "align"
+    aligned = align(flat, experts.experts, tile.tokens, interpret=interpret) if sort else ()
+    lookup, tables = _lookup_of(config, flat.size, experts.experts), aligned or (flat,)
     publishes = config.grouping == "scan" and config.down_form == "group"
+    programs = tables[0].shape[0]
     groups = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (programs, programs * tile.tokens)]
-    h, *published = run(
+    h, *published = _call(
         _gate_up_kernel,
         (inner // (tile.rows * tile.count), programs, tile.splits),
         [_partial_shape(tile, 2, flat.size, inner), *(groups if publishes else [])],
@@ -78,13 +89,43 @@ def int4_experts(
         (x, *_flat(experts.gate_up_words, experts.gate_up_scales), *tables),
         blocks=_blocks_of(experts.gate_up_words),
         lookup=functools.partial(lookup, group=tile.tokens),
-        top_k=top_k,
+        top_k=indices.shape[1],
         publishes=publishes,
+        interpret=interpret,
     )
-    if publishes:
-        lookup, tables = _lookup_aligned, published
+    return h, aligned or tuple(published)
+
+
+def activations(
+    h: Float[Array, "rows inner"], assignments: int, experts: TiledExperts, config: Config
+) -> BFloat16[Array, "assignments inner"]:
+    """`h` of `gate_up`; of partial sums, their SwiGLU."""
+    splits = _fit(config.gate_up, experts.inner, experts.hidden).splits
+    if splits == 1:
+        return h
+    gate, up = jnp.sum(h.reshape(splits, 2, assignments, experts.inner), axis=0)
+    return _swiglu(gate, up).astype(jnp.bfloat16)
+
+
+def down(
+    h: Float[Array, "rows inner"],
+    groups: tuple[Array, ...],
+    indices: Int32[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    experts: TiledExperts,
+    config: Config,
+    *,
+    width: int,
+    interpret: bool,
+) -> BFloat16[Array, "tokens width"]:
+    """The second half of the layer, from what `gate_up` returned."""
+    tokens, top_k = indices.shape
+    hidden, inner = experts.hidden, experts.inner
+    flat, flat_weights = indices.reshape(-1), weights.reshape(-1).astype(jnp.float32)
+    run = functools.partial(_call, interpret=interpret)
+    narrow, splits = inner <= NARROW, _fit(config.gate_up, inner, hidden).splits
     tile = _fit(config.down, hidden, inner)
-    down = _flat(experts.down_words, experts.down_scales)
+    matrix = _flat(experts.down_words, experts.down_scales)
     row_blocks = hidden // (tile.rows * tile.count)
     if config.down_form == "token":
         if not narrow:
@@ -94,7 +135,7 @@ def int4_experts(
             (row_blocks, tokens),
             jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16),
             tile,
-            (h, *down, flat, flat_weights),
+            (h, *matrix, flat, flat_weights),
             blocks=_blocks_of(experts.down_words),
             experts=experts.experts,
             top_k=top_k,
@@ -102,18 +143,18 @@ def int4_experts(
         )
         return y[:, :width]
 
-    if splits > 1 and not narrow:
-        gate, up = jnp.sum(h.reshape(splits, 2, flat.size, inner), axis=0)
-        h = _swiglu(gate, up).astype(jnp.bfloat16)
-        splits = 1
+    if not narrow:
+        h = activations(h, flat.size, experts, config)
     steps = tile.steps if narrow else 1
     summed: dict[str, Any] = {"splits": splits} if narrow else {}
+    lookup = _lookup_aligned if groups else _lookup_of(config, flat.size, experts.experts)
+    tables = groups or (flat,)
     rows = run(
         _down_group_narrow_kernel if narrow else _down_group_kernel,
-        (row_blocks // steps, programs),
+        (row_blocks // steps, tables[0].shape[0]),
         jax.ShapeDtypeStruct((flat.size, hidden), jnp.bfloat16),
         tile,
-        (h, *down, flat_weights, *tables),
+        (h, *matrix, flat_weights, *tables),
         blocks=_blocks_of(experts.down_words),
         lookup=functools.partial(lookup, group=config.gate_up.tokens),
         **summed,
@@ -191,14 +232,12 @@ def _flat(words: Array, scales: Array) -> tuple[Array, Array]:
 # --- which assignments a program computes ---
 
 
-def _grouping(config: Config, experts_of: Int32[Array, "n"], experts: int, interpret: bool):
-    """Number of programs, a function (refs, program) -> (expert, runs, rows, valid), and the arrays it reads."""
-    n, tokens = experts_of.size, config.gate_up.tokens
+def _lookup_of(config: Config, n: int, experts: int) -> Callable[..., Any]:
+    """A function (refs, program) -> (expert, runs, rows, valid)."""
     if config.grouping == "align":
-        tables = align(experts_of, experts, tokens, interpret=interpret)
-        return tables[0].shape[0], _lookup_aligned, tables
+        return _lookup_aligned
     lookup = _lookup_row if config.grouping == "row" else functools.partial(_lookup_scan, n=n)
-    return n, functools.partial(lookup, experts=experts), (experts_of,)
+    return functools.partial(lookup, experts=experts)
 
 
 def _lookup_row(refs, program, *, group: int, experts: int):

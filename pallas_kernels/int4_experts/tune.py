@@ -3,10 +3,10 @@
     python -m pallas_kernels.int4_experts.tune --out runs/int4_tune.json
     python -m pallas_kernels.int4_experts.tune --apply runs/int4_tune.json
 
-The first climbs from the present choice of every (expert width, tokens): passes vary gate+up and down in turn, the
-neighbours of the best so far first, then some that differ from it in two ways. All candidates of a pass are compiled,
-then timed alone, as whole layers with uniform and with skewed routing: the score is the mean of both. The last pass
-times the best few again. The second needs no GPU.
+For every (expert width, tokens): gate+up alone, then down alone on what the best few gate+up leave it, then the best
+sums as whole layers beside the present choice. So the number of candidates is a sum of two, not a product. Other
+processes compile, always what is nearest to the best so far, while this one measures. Times are means of uniform and
+skewed routing; only those of whole layers are scores. The second needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import timing
+from pallas_kernels.compilers import CompileError, Compilers
 from pallas_kernels.device import device_kind
+from pallas_kernels.int4_experts import triton
 from pallas_kernels.int4_experts.bench import EXPERTS, HIDDEN, TOKENS, TOP_K, WIDTHS, Case, Shape, error
+from pallas_kernels.int4_experts.candidates import Waiting, down_candidates, gate_up_candidates, with_down
 from pallas_kernels.int4_experts.config import (
     TABLES,
     Config,
-    Grouping,
     Tile,
     choose,
     device_table,
@@ -40,156 +44,216 @@ from pallas_kernels.int4_experts.config import (
     table_name,
 )
 from pallas_kernels.int4_experts.layout import TiledExperts, padded
-from pallas_kernels.int4_experts.triton import NARROW
-from pallas_kernels.int4_experts.workload import random_experts
+from pallas_kernels.int4_experts.workload import Pattern, random_experts
+
+Part = Literal["gate_up", "down", "layer"]
+Link = tuple[str, int, int]
+"""What down finds: grouping, tokens in a group, partial sums."""
 
 MAX_ERROR = 5e-3
-FINALISTS = 4
-OPS_US = 4000  # of calls in a repetition
-INPUTS = 4
-"""Per program, as few as do not stay in the L2 cache: every call of a kernel is compiled anew."""
-ROWS_AND_WARPS = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (64, 8))
+LINKS = 4
+FINALISTS = 5
+REPETITIONS: dict[Part, int] = {"gate_up": 3, "down": 3, "layer": 8}
+ENDS: dict[Part, float] = {"gate_up": 0.45, "down": 0.8, "layer": 1.0}
+"""Shares of a size's time after which its parts are left."""
+OPS_US = 4000
+"""Of calls in a repetition."""
 
 
-def gate_up_candidates(case: Case, base: Config, cores: int) -> Iterator[Config]:
-    """Variations of grouping and gate+up; `base.down` follows where it has to."""
-    used = float(np.mean([len(np.unique(r)) for r in case.routings]))
-    density = case.tokens * case.shape.top_k / used
-    for grouping, (rows, warps), tokens, count, stages, splits, scale_on in itertools.product(
-        _groupings(case),
-        ROWS_AND_WARPS,
-        _token_tiles(density),
-        (1, 2),
-        (2, 3, 4, 5),
-        (1, 2, 3, 4, 5, 7, 8, 14),
-        ("sum", "weight"),
-    ):
-        programs = used * max(1, density / tokens) * padded(case.inner) / (rows * count) * splits
-        warps_per_core = programs * warps / cores
-        wide = rows * count * tokens / (warps * 32) > 64  # the accumulators of gate and up fill the registers
-        few_or_many = warps_per_core < 1 or (splits > 1 and warps_per_core > 64)
-        if wide or few_or_many or (scale_on == "weight" and tokens < 16) or (grouping == "row" and tokens > 8):
-            continue
-        down = dataclasses.replace(base.down, tokens=tokens if base.down_form == "group" else 8)
-        yield Config(grouping, base.down_form, Tile(rows, tokens, warps, stages, count, splits, 1, scale_on), down)
+def link(config: Config) -> Link:
+    return config.grouping, config.gate_up.tokens, config.gate_up.splits
 
 
-def down_candidates(case: Case, base: Config) -> Iterator[Config]:
-    narrow = padded(case.inner) <= NARROW
-    forms = ["group"] + (["token"] if narrow and case.tokens <= 64 else [])
-    for form, (rows, warps), count, stages, steps, scale_on in itertools.product(
-        forms, ROWS_AND_WARPS, (1, 2), (2, 3, 4, 5), (1, 2, 4, 7, 8, 14) if narrow else (1,), ("sum", "weight")
-    ):
-        tokens = base.gate_up.tokens if form == "group" else 8
-        wide = rows * count * tokens / (warps * 32) > 64
-        if wide or (form == "token" and (steps > 1 or scale_on == "weight")) or (scale_on == "weight" and tokens < 16):
-            continue
-        down = Tile(rows, tokens, warps, stages, count, 1, steps, scale_on)
-        yield dataclasses.replace(base, down_form=form, down=down)
+def compile_part(
+    part: Part, shape: Shape, inner: int, tokens: int, count: int, loops: int, config: Config, backend: str
+) -> jax.stages.Compiled:
+    """A program of `count` inputs `loops` times over, as `timing.several_calls` makes it."""
+    op, experts, inputs = part_of_layer(part, shape, inner, tokens, config, backend)
+    # there is nothing to autotune but the small sums, in every candidate anew
+    quick: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"} if backend == "triton" else {}
+    return timing.several_calls(op, loops).lower((experts,), [inputs] * count).compile(quick)
 
 
-def _groupings(case: Case) -> list[Grouping]:
-    assignments = case.tokens * case.shape.top_k
-    fits: dict[Grouping, bool] = {
-        "row": assignments <= 160,
-        "scan": 24 < assignments <= 528,
-        "align": assignments > 128,
-    }
-    return [name for name, possible in fits.items() if possible]
+def part_of_layer(
+    part: Part, shape: Shape, inner: int, tokens: int, config: Config, backend: str
+) -> tuple[Callable[..., Any], TiledExperts, tuple[Any, ...]]:
+    """A function op(experts, *inputs), and the shapes of its arguments."""
+    interpret, struct = backend == "interpret", jax.ShapeDtypeStruct
+    experts = Case(shape, inner, tokens).experts_struct
+    x = struct((tokens, shape.hidden), jnp.bfloat16)
+    indices, weights = (struct((tokens, shape.top_k), dtype) for dtype in (jnp.int32, jnp.float32))
 
+    def gate_up(experts: TiledExperts, x: Any, indices: Any) -> Any:
+        return triton.gate_up(x, indices, experts, config, interpret=interpret)
 
-def _token_tiles(density: float) -> Sequence[int]:
-    """About as many as an expert has."""
-    return [t for t in (8, 16, 32, 64, 128) if density / 5 <= t <= max(8, 3 * density)] or [8]
+    def down(experts: TiledExperts, h: Any, groups: Any, indices: Any, weights: Any) -> Any:
+        return triton.down(h, groups, indices, weights, experts, config, width=shape.hidden, interpret=interpret)
 
+    def layer(experts: TiledExperts, x: Any, indices: Any, weights: Any) -> Any:
+        return triton.int4_experts(x, indices, weights, experts, config, interpret=interpret)
 
-def nearest(candidates: Sequence[Config], base: Config, count: int, rng: random.Random) -> list[Config]:
-    """`count` of them: those that differ from `base` in the fewest ways first, equals in random order.
-
-    Rows and warps count as one way, and so does what a number of tokens entails.
-    """
-
-    def ways(config: Config) -> int:
-        fields = ("stages", "count", "splits", "steps", "scale_on")
-        tiles = (config.gate_up, base.gate_up), (config.down, base.down)
-        differ = [getattr(a, f) != getattr(b, f) for a, b in tiles for f in fields]
-        differ += [(a.rows, a.warps) != (b.rows, b.warps) for a, b in tiles]
-        differ += [config.gate_up.tokens != base.gate_up.tokens, config.grouping != base.grouping]
-        return sum(differ) + (config.down_form != base.down_form)
-
-    shuffled = rng.sample(candidates, len(candidates))
-    return sorted(shuffled, key=ways)[:count]
+    if part == "gate_up":
+        return gate_up, experts, (x, indices)
+    if part == "down":
+        before = dataclasses.replace(config, down_form="group")  # as `tune` runs gate+up
+        run = functools.partial(triton.gate_up, config=before, interpret=interpret)
+        return down, experts, (*jax.eval_shape(run, x, indices, experts), indices, weights)
+    return layer, experts, (x, indices, weights)
 
 
 class Cell:
-    """The candidates of one expert width and number of tokens, and their times so far."""
+    """What was measured of one expert width and number of tokens.
 
-    def __init__(self, case: Case, skewed: Case, experts: TiledExperts, backend: str, threads: int) -> None:
-        self.case, self.skewed, self.experts = case, skewed, experts
-        self._backend, self._threads = backend, threads
-        self._expected = case.expected(experts)
-        self._programs: dict[Config, Any] = {}
-        # enough calls for OPS_US in a repetition, if they read 3 TB/s
-        self._ops = max(len(case.inputs), math.ceil(OPS_US * 3e6 / case.needed_bytes))
-        self.rows: dict[Config, dict[str, Any]] = {}
+    Attributes:
+        rows: a result per candidate.
+        us: by part, the time of each candidate that was right: of the whole layer, for down with its gate+up.
+    """
 
-    def best(self, count: int = 1) -> list[Config]:
-        right = [c for c, row in self.rows.items() if "score" in row]
-        return sorted(right, key=lambda c: self.rows[c]["score"])[:count]
+    def __init__(
+        self, shape: Shape, inner: int, tokens: int, experts: Callable[[], TiledExperts], backend: str
+    ) -> None:
+        self.case = Case(shape, inner, tokens)
+        self._cases: dict[Pattern, Case] = {p: dataclasses.replace(self.case, pattern=p) for p in get_args(Pattern)}
+        self._experts, self._backend = experts, backend
+        self.rows: list[dict[str, Any]] = []
+        self.us: dict[Part, dict[Config, float]] = {part: {} for part in get_args(Part)}
+        self._left: dict[Link, tuple[float, Config, Any]] = {}  # the best gate+up that leaves this, and its program
+        self._fed: dict[Link, dict[Pattern, list[Any]]] = {}
+        # in a repetition, at 3 TB/s or 300 TFLOP/s
+        self._ops = math.ceil(OPS_US / max(self.case.needed_bytes / 3e6, self.case.flops / 3e8))
+        self._loops = min(timing.loops_here(), math.ceil(self._ops / len(self.case.routings)))
 
-    def compile(self, configs: Sequence[Config], seconds: float) -> None:
-        """What is not compiled in time is left out."""
-        new = [c for c in dict.fromkeys(configs) if c not in self._programs and c not in self.rows]
-        # there is nothing to autotune but the small sums, in every candidate anew
-        quick = {"xla_gpu_autotune_level": 0} if self._backend == "triton" else {}
-        jobs = [functools.partial(self.case.compile, c, self._backend, **quick) for c in new]
-        results = timing.compile_all(jobs, threads=self._threads, seconds=seconds)
-        self._programs |= {c: r for c, r in zip(new, results, strict=True) if r is not None}
+    def best(self, part: Part, count: int) -> list[Config]:
+        return sorted(self.us[part], key=self.us[part].__getitem__)[:count]
 
-    def measure(self, configs: Sequence[Config], until: float, repetitions: int) -> None:
-        for config in configs:
-            if time.monotonic() > until:
+    def job(self, part: Part, config: Config) -> Callable[[], jax.stages.Compiled]:
+        case, count = self.case, len(self.case.routings)
+        size = case.shape, case.inner, case.tokens, count, self._loops
+        return functools.partial(compile_part, part, *size, config, self._backend)
+
+    def measure(self, part: Part, config: Config, program: Callable[..., Any] | CompileError) -> None:
+        """What is wrong with a candidate is a result, not the end of the search."""
+        row: dict[str, Any] = {"part": part, "tokens": self.case.tokens, "intermediate": self.case.inner}
+        self.rows.append(row)
+        try:
+            if isinstance(program, CompileError):
+                raise program
+            inputs = self._inputs(part, "uniform", config)
+            off = self._error(part, config, program((self._experts(),), inputs))
+            if not off <= MAX_ERROR:
+                raise ValueError(f"relative error {off:.1e}")
+            times = {p: self._time(program, self._inputs(part, p, config), REPETITIONS[part]) for p in self._cases}
+            us = sum(times.values()) / len(times)
+            row |= {f"{pattern}_us": time for pattern, time in times.items()}
+            if part == "layer":
+                row["score"] = us
+            if part == "gate_up" and us < self._left.get(link(config), (math.inf,))[0]:
+                self._left[link(config)] = us, config, program
+            self.us[part][config] = us + (self._left[link(config)][0] if part == "down" else 0.0)
+        except Exception as failure:
+            text = str(failure) if isinstance(failure, CompileError) else f"{type(failure).__name__}: {failure}"
+            row["failed"] = text.splitlines()[0][:200]
+        row["config"] = dataclasses.asdict(config)
+
+    def feed(self, base: Config) -> list[Config]:
+        """The best gate+up for the most promising few of what down may find, and for what it finds in `base`.
+
+        Their results become the inputs of down.
+        """
+        links = sorted(self._left, key=lambda k: self._left[k][0])[:LINKS]
+        if link(base) in self._left:
+            links = list(dict.fromkeys([link(base), *links]))
+        for each in links:
+            program = self._left[each][2]
+            self._fed[each] = {}
+            for pattern, case in self._cases.items():
+                outs = program((self._experts(),), self._inputs("gate_up", pattern, base))
+                rest = [(indices, weights) for _, indices, weights in case.inputs]
+                self._fed[each][pattern] = [(*out, *more) for out, more in zip(outs, rest, strict=True)]
+        configs = [self._left[each][1] for each in links]
+        self._left = {each: (*self._left[each][:2], None) for each in links}
+        return configs
+
+    def _inputs(self, part: Part, pattern: Pattern, config: Config) -> list[Any]:
+        if part == "down":
+            return self._fed[link(config)][pattern]
+        inputs = self._cases[pattern].inputs
+        return [one[:2] for one in inputs] if part == "gate_up" else inputs
+
+    def _time(self, program: Any, inputs: list[Any], repetitions: int) -> float:
+        options = {"repetitions": repetitions, "min_ops": self._ops, "loops": self._loops}
+        return timing.measure(program, (self._experts(),), inputs, **options).median_us
+
+    @functools.cached_property
+    def _expected(self) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+        return self.case.expected_activations(self._experts()), self.case.expected(self._experts())
+
+    def _error(self, part: Part, config: Config, outputs: list[Any]) -> float:
+        activations, results = self._expected
+        if part != "gate_up":
+            return error(results, outputs)
+        case, top_k = self.case, self.case.shape.top_k
+        h = np.asarray(outputs[-1][0]).reshape(-1, case.tokens * top_k, padded(case.inner))
+        found = {}
+        for token in activations:
+            rows = h[:, token * top_k : (token + 1) * top_k].reshape(-1, h.shape[-1])
+            found[token] = triton.activations(jnp.asarray(rows), top_k, case.experts_struct, config)
+        return error(activations, [found])
+
+
+def climb(
+    cell: Cell,
+    part: Part,
+    starts: Sequence[Config],
+    others: Iterable[Config],
+    compilers: Compilers,
+    until: float,
+    most: int,
+    rng: random.Random,
+) -> None:
+    """Measures `starts` and then always what is nearest to the best so far, at most `most`, until there is no more or
+    the time is over. What compiles then is dropped when it comes."""
+    first = list(dict.fromkeys(starts))
+    waiting = Waiting([config for config in others if config not in first], rng)
+    running: set[Config] = set()
+    left = most
+
+    def start() -> None:
+        nonlocal left
+        while compilers.idle and left and (first or waiting):
+            config = first.pop(0) if first else waiting.take((cell.best(part, 1) or starts)[0])
+            compilers.start((cell, part, config), cell.job(part, config))
+            running.add(config)
+            left -= 1
+
+    while time.monotonic() < until:
+        start()
+        if not (running or (left and (first or waiting))):
+            return
+        for (whose, of, config), program in compilers.finished(until - time.monotonic()):
+            if whose is cell and of == part:
+                start()  # first, so that nobody waits for the measurement
+                running.discard(config)
+                cell.measure(part, config, program)
+            if time.monotonic() >= until:
                 return
-            if (program := self._programs.get(config)) is None:
-                continue
-            row: dict[str, Any] = {"tokens": self.case.tokens, "intermediate": self.case.inner}
-            try:
-                if isinstance(program, Exception):
-                    raise program
-                off = error(self._expected, program((self.experts,), self.case.inputs))
-                if not off <= MAX_ERROR:
-                    raise ValueError(f"relative error {off:.1e}")
-                row["uniform_us"] = self._time(program, self.case, repetitions)
-                row["skewed_us"] = self._time(program, self.skewed, repetitions)
-                row["score"] = (row["uniform_us"] + row["skewed_us"]) / 2
-            except Exception as failure:  # a candidate that does not fit is a result, not the end of the search
-                row["failed"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
-                self._programs[config] = failure
-            self.rows[config] = {**row, "config": dataclasses.asdict(config)}
-
-    def _time(self, program: Any, case: Case, repetitions: int) -> float:
-        options = {"repetitions": repetitions, "min_ops": self._ops}
-        return timing.measure(program, (self.experts,), case.inputs, **options).median_us
 
 
-def tune(cell: Cell, base: Config, candidates: int, seconds: float, rng: random.Random, cores: int) -> None:
-    """Two rounds of gate+up and down, then the finalists. Each pass compiles for no longer than half
-    of its share of the time."""
+def tune(
+    cell: Cell, base: Config, compilers: Compilers, seconds: float, most: int, rng: random.Random, cores: int
+) -> None:
     start = time.monotonic()
 
-    def run(configs: Sequence[Config], until: float, repetitions: int) -> None:
-        until = start + until * seconds
-        cell.compile(configs, seconds=max(1.0, (until - time.monotonic()) / 2))
-        cell.measure(configs, until, repetitions)
+    def run(part: Part, starts: Sequence[Config], others: Iterable[Config] = ()) -> None:
+        if starts:
+            climb(cell, part, starts, others, compilers, start + ENDS[part] * seconds, most, rng)
 
-    run([base], 0.1, 6)
-    for i, vary in enumerate(("gate_up", "down") * 2):
-        best = cell.best()[0] if cell.best() else base
-        case = cell.case
-        found = gate_up_candidates(case, best, cores) if vary == "gate_up" else down_candidates(case, best)
-        new = [c for c in found if c not in cell.rows]
-        run(nearest(new, best, candidates, rng), (0.35, 0.6, 0.75, 0.9)[i], 4)
-    cell.measure(cell.best(FINALISTS), start + seconds, 16)
+    # gate+up writes the groups that down may look up, whether it does or not
+    grouped = with_down(dataclasses.replace(base, down_form="group"), base.down)
+    run("gate_up", [grouped], gate_up_candidates(cell.case, grouped, cores))
+    starts = [with_down(dataclasses.replace(config, down_form=base.down_form), base.down) for config in cell.feed(base)]
+    run("down", starts, itertools.chain.from_iterable(down_candidates(cell.case, config) for config in starts))
+    run("layer", [base, *cell.best("down", FINALISTS)])
 
 
 def search(
@@ -197,31 +261,44 @@ def search(
     sizes: Sequence[tuple[int, int]],
     out: Path,
     seconds: float,
-    candidates: int,
-    threads: int,
+    most: int,
+    workers: int,
     backend: str = "triton",
 ) -> None:
-    """Tune (expert width, tokens) of `sizes`, with the time divided among them. Writes after every one."""
+    """Tune (expert width, tokens) of `sizes`, with the time divided among them. Writes after every one.
+
+    Raises:
+        RuntimeError: nothing ran at the first size.
+    """
     end = time.monotonic() + seconds
     cores = getattr(jax.devices()[0], "core_count", 1)  # a CPU device has none
     rng, rows = random.Random(0), []
-    experts: tuple[int, TiledExperts] | None = None
-    for i, (inner, tokens) in enumerate(sizes):
-        if experts is None or experts[0] != inner:
-            experts = None  # free before the next
-            experts = inner, random_experts(jax.random.key(3), shape.experts, shape.hidden, inner)
-        case, skewed = (Case(shape, inner, tokens, pattern, INPUTS) for pattern in ("uniform", "skewed"))
-        cell = Cell(case, skewed, experts[1], backend, threads)
-        base = choose(device_table(device_kind()), tokens, inner)
-        share = max(1.0, (end - time.monotonic()) / (len(sizes) - i))
-        tune(cell, base, candidates, share, rng, cores)
-        rows += cell.rows.values()
-        timing.write_rows(out, rows, **timing.device_facts())
-        failed = sum("failed" in row for row in cell.rows.values())
-        print(f"N={inner} T={tokens}: {len(cell.rows)} tried, {failed} failed", flush=True)
-        for config in [base, *cell.best()]:
-            row = cell.rows.get(config, {})
-            print(f"  uniform {row.get('uniform_us')} skewed {row.get('skewed_us')} {config}", flush=True)
+
+    @functools.lru_cache(1)
+    def experts_of(inner: int) -> TiledExperts:
+        return random_experts(jax.random.key(3), shape.experts, shape.hidden, inner)
+
+    with Compilers(workers) as compilers:
+        for i, (inner, tokens) in enumerate(sizes):
+            cell = Cell(shape, inner, tokens, functools.partial(experts_of, inner), backend)
+            base = choose(device_table(device_kind()), tokens, inner)
+            share = max(1.0, (end - time.monotonic()) / (len(sizes) - i))
+            tune(cell, base, compilers, share, most, rng, cores)
+            rows += cell.rows
+            timing.write_rows(out, rows, **timing.device_facts())
+            print(_summary(cell, base), flush=True)
+            if not i and cell.rows and all("failed" in row for row in cell.rows):
+                raise RuntimeError(f"none of {len(cell.rows)} candidates ran, the first: {cell.rows[0]['failed']}")
+
+
+def _summary(cell: Cell, base: Config) -> str:
+    tried = ", ".join(f"{sum(row['part'] == part for row in cell.rows)} {part}" for part in get_args(Part))
+    failed = sum("failed" in row for row in cell.rows)
+    lines = [f"N={cell.case.inner} T={cell.case.tokens}: tried {tried}; {failed} failed"]
+    layers = cell.us["layer"]
+    for config in dict.fromkeys([base, *cell.best("layer", 1)]):
+        lines.append(f"  {layers[config]:.2f} us {config}" if config in layers else f"  not timed: {config}")
+    return "\n".join(lines)
 
 
 def apply(results: Sequence[Path]) -> None:
@@ -271,8 +348,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON file with every candidate, written after every size")
     parser.add_argument("--apply", type=Path, nargs="+", help="results whose best configurations go into the table")
     parser.add_argument("--seconds", type=float, default=1800, help="divided among the sizes")
-    parser.add_argument("--candidates", type=int, default=48, help="tried in a pass at most")
-    parser.add_argument("--threads", type=int, default=16, help="programs compiled at once")
+    parser.add_argument("--most", type=int, default=1000, help="candidates per size for gate+up, and for down, at most")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=max(1, cores - 1), help="processes that compile")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     options = parser.parse_args(argv)
@@ -282,7 +360,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.out is None:
         parser.error("give --out or --apply")
     sizes = list(itertools.product(options.widths, options.tokens))
-    search(Shape(EXPERTS, HIDDEN, TOP_K), sizes, options.out, options.seconds, options.candidates, options.threads)
+    search(Shape(EXPERTS, HIDDEN, TOP_K), sizes, options.out, options.seconds, options.most, options.workers)
 
 
 if __name__ == "__main__":

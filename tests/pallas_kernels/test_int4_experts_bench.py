@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
+import time
 
+import jax
 import pytest
 
 from pallas_kernels import timing
+from pallas_kernels.compilers import CompileError, Compilers
 from pallas_kernels.int4_experts import bench, tune
 from pallas_kernels.int4_experts.bench import Case, Shape
+from pallas_kernels.int4_experts.candidates import Waiting, down_candidates, gate_up_candidates
 from pallas_kernels.int4_experts.config import TABLES, Config, Tile, choose
+from pallas_kernels.int4_experts.workload import random_experts
 
 SHAPE = Shape(experts=8, hidden=128, top_k=2)
 BASE = Config("row", "token", Tile(32, warps=2), Tile(64))
@@ -42,38 +48,148 @@ def test_marlin_is_scaled_on_other_gpus_only():
     assert bench.marlin_us(Case(Shape(), 256, 1, "skewed"), 1000.0, "NVIDIA H200") is None
 
 
-def test_tuner_keeps_the_fastest_correct_configuration(on_cpu, tmp_path, monkeypatch):
+def test_tuner_measures_parts_and_layers_and_keeps_the_fastest(on_cpu, tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
-    tune.search(SHAPE, [(128, 2)], out, seconds=600.0, candidates=1, threads=1, backend="interpret")
+    tune.search(SHAPE, [(128, 2)], out, seconds=600.0, most=2, workers=1, backend="interpret")
     found = json.loads(out.read_text())
-    assert len(found["rows"]) == 5 and all("score" in row for row in found["rows"])
-    assert len({json.dumps(row["config"]) for row in found["rows"]}) == 5
+    parts = {part: [row for row in found["rows"] if row["part"] == part] for part in tune.ENDS}
+    assert [len(parts[part]) for part in parts] == [2, 2, 2]
+    assert not [row for row in found["rows"] if "failed" in row]
+    assert len({json.dumps(row["config"]) for row in parts["layer"]}) == 2
+    assert all("score" in row for row in parts["layer"]) and not [row for row in parts["down"] if "score" in row]
 
-    for i, row in enumerate(found["rows"]):
-        row["score"] = 10.0 + (i - 3) ** 2
+    for i, row in enumerate(parts["layer"]):
+        row["score"] = 10.0 + (i - 1) ** 2
     out.write_text(json.dumps(found | {"device": "NVIDIA H200"}))
     shutil.copytree(TABLES, tmp_path / "tuned")
     monkeypatch.setattr(tune, "TABLES", tmp_path / "tuned")
     before = json.loads((TABLES / "h200.json").read_text())
     tune.apply([out])
     after = json.loads((tmp_path / "tuned" / "h200.json").read_text())
-    best = found["rows"][3]["config"]
+    best = parts["layer"][1]["config"]
     assert choose(after, 2, 128) == Config(
         best["grouping"], best["down_form"], Tile(**best["gate_up"]), Tile(**best["down"])
     )
     assert after["experts"]["2048"] == before["experts"]["2048"] and after["matmul"] == before["matmul"]
 
 
+def cell_of(inner: int = 128, tokens: int = 2) -> tune.Cell:
+    experts = functools.cache(lambda: random_experts(jax.random.key(3), SHAPE.experts, SHAPE.hidden, inner))
+    return tune.Cell(SHAPE, inner, tokens, experts, "interpret")
+
+
+@pytest.mark.parametrize("grouping,splits", [("row", 2), ("scan", 1), ("align", 1)])
+def test_halves_of_a_layer_are_measured_on_their_own_and_must_be_right(on_cpu, grouping, splits):
+    """Down reads what gate+up left: partial sums, or groups."""
+    cell = cell_of(tokens=3)
+    config = Config(grouping, "group", Tile(64, splits=splits), Tile(64))
+    gate_up = cell.job("gate_up", config)()
+    cell.measure("gate_up", config, gate_up)
+    (left,) = cell.feed(config)
+    down = cell.job("down", left)()
+    cell.measure("down", left, down)
+    assert left == config and not [row for row in cell.rows if "failed" in row]
+    assert cell.us["down"][left] == pytest.approx(sum((r["uniform_us"] + r["skewed_us"]) / 2 for r in cell.rows))
+
+    cell.measure("down", left, lambda *inputs: [y * 1.0625 for y in down(*inputs)])
+    assert cell.rows[-1]["failed"].startswith("ValueError: relative error 6.")
+    cell.measure("gate_up", config, lambda *inputs: [(1.0625 * h, *groups) for h, *groups in gate_up(*inputs)])
+    assert cell.rows[-1]["failed"].startswith("ValueError: relative error") and "uniform_us" not in cell.rows[-1]
+
+
+class Clock:
+    """Time that passes only where something takes it."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+class InstantCompilers(Compilers):
+    """`Compilers` of which each takes `seconds` of the clock for a job."""
+
+    def __init__(self, count: int, seconds: float, clock: Clock) -> None:
+        self.count, self.seconds, self.clock = count, seconds, clock
+        self.running: list = []
+        self.most = 0
+
+    @property
+    def idle(self) -> int:
+        return self.count - len(self.running)
+
+    def start(self, key, job) -> None:
+        assert self.idle
+        self.running.append((self.clock.now + self.seconds, key))
+        self.most = max(self.most, len(self.running))
+
+    def finished(self, timeout):
+        self.clock.now = max(self.clock.now, min(self.clock.now + timeout, min(end for end, _ in self.running)))
+        for job in [job for job in self.running if job[0] <= self.clock.now]:
+            self.running.remove(job)
+            yield job[1], CompileError("nothing")
+
+
+class TimedCell(tune.Cell):
+    """Its measurements take `seconds` of the clock, and its times prefer many stages."""
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self.seconds, self.clock = seconds, clock
+        self.us = {part: {} for part in tune.ENDS}
+
+    def job(self, part, config):
+        return pytest.fail
+
+    def measure(self, part, config, program) -> None:
+        self.clock.now += self.seconds
+        self.us[part][config] = 10.0 - config.gate_up.stages
+
+
+def climb(monkeypatch, workers: int, compile_s: float, measure_s: float, seconds: float):
+    clock = Clock(monkeypatch)
+    start, cell = clock.now, TimedCell(measure_s, clock)
+    compilers = InstantCompilers(workers, compile_s, clock)
+    base = Config("row", "group", Tile(64), Tile(64))
+    others = list(gate_up_candidates(Case(Shape(), 256, 9), base, 132))
+    assert len(others) > 500
+    tune.climb(cell, "gate_up", [base], others, compilers, start + seconds, 1000, random.Random(0))
+    return cell.us["gate_up"], clock.now - start, compilers
+
+
+def test_tens_of_candidates_are_tried_in_the_time_of_a_size(monkeypatch):
+    """15 processes that need 1.5 s for a program, 50 ms to measure one, 20 s: what an H200's machine does."""
+    times, took, compilers = climb(monkeypatch, 15, 1.5, 0.05, 20.0)
+    assert len(times) > 150 and took <= 20.05 and compilers.most == 15
+
+
+def test_no_measurement_starts_after_the_time_of_a_part(monkeypatch):
+    times, took, _ = climb(monkeypatch, 15, 1.0, 0.7, 5.0)
+    assert took <= 5.7 and len(times) == 6
+    times, took, _ = climb(monkeypatch, 2, 30.0, 0.05, 5.0)
+    assert took == 5.0 and not times
+
+
+def test_programs_that_come_after_their_part_are_dropped(monkeypatch):
+    clock = Clock(monkeypatch)
+    cell, compilers = TimedCell(0.1, clock), InstantCompilers(2, 3.0, clock)
+    first, second = Config("row", "group", Tile(64), Tile(64)), Config("row", "group", Tile(32), Tile(64))
+    tune.climb(cell, "gate_up", [first], [second], compilers, clock.now + 1, 9, random.Random(0))
+    assert compilers.idle == 0 and not cell.us["gate_up"]
+    tune.climb(cell, "down", [first], [], compilers, clock.now + 30, 9, random.Random(0))
+    assert list(cell.us["down"]) == [first] and not cell.us["gate_up"]
+
+
 @pytest.mark.parametrize("inner,tokens", [(256, 1), (256, 17), (256, 330), (2048, 4), (2048, 1024)])
 def test_neighbours_of_the_best_come_first(inner, tokens):
     case = Case(Shape(), inner, tokens)
     base = Config("align" if tokens > 16 else "row", "group", Tile(64), Tile(64))
-    for candidates in (list(tune.gate_up_candidates(case, base, 132)), list(tune.down_candidates(case, base))):
+    for candidates in (list(gate_up_candidates(case, base, 132)), list(down_candidates(case, base))):
         assert len(candidates) > 16
-        near = tune.nearest(candidates, base, 3, random.Random(0))
+        waiting = Waiting([*candidates, *candidates], random.Random(0))
+        assert len(waiting) == len(set(candidates))
+        near = [waiting.take(base) for _ in range(3)]
         changed = [
             sum(a != b for a, b in zip(vars(c.gate_up).values(), vars(base.gate_up).values(), strict=True))
             + sum(a != b for a, b in zip(vars(c.down).values(), vars(base.down).values(), strict=True))
             for c in near
         ]
-        assert max(changed) <= 2
+        assert max(changed) <= 2 and len(set(near)) == 3

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot
-from pallas_kernels.int4_experts import int4_experts, int4_matmul, tile_matrix
-from pallas_kernels.int4_experts.config import Tile, device_table, from_json
+from pallas_kernels import aot, timing
+from pallas_kernels.int4_experts import int4_experts, int4_matmul, tile_matrix, tune
+from pallas_kernels.int4_experts.bench import Shape
+from pallas_kernels.int4_experts.config import Tile, choose, device_table, from_json
 from pallas_kernels.int4_experts.workload import random_experts
 
 EXPERTS, HIDDEN, TOP_K = 384, 7168, 8
@@ -67,3 +69,19 @@ def test_every_tuned_choice_for_one_matrix_fits_its_device(kind):
     for entry in device_table(kind)["matmul"]:
         op = functools.partial(int4_matmul, backend="triton", tile=Tile(**entry["tile"]))
         aot.compile_for(kind, op, *matmul_arguments(entry["tokens"]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("inner,tokens,kernels", [(256, 1, 1), (256, 33, 1), (256, 128, 2), (2048, 1, 1)])
+def test_the_tuner_times_nothing_but_the_half_of_a_layer(inner, tokens, kernels):
+    """All calls are in the loop, and nothing copies their results."""
+    kind = "NVIDIA H200"
+    config = choose(device_table(kind), tokens, inner)
+    for part in ("gate_up", "down"):
+        op, experts, inputs = tune.part_of_layer(part, Shape(), inner, tokens, config, "triton")
+        text = aot.compile_for(kind, timing.several_calls(op, 8), (experts,), [inputs] * 4).as_text()
+        body = re.search(r"body=(%[\w.]+)", text or "")
+        assert text and body
+        loop = text.split(f"\n{body[1]} (")[1].split("\n}")[0]
+        assert loop.count("custom-call(") == 4 * (kernels if part == "gate_up" else 1)
+        assert " copy(" not in loop
