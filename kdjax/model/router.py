@@ -10,6 +10,7 @@ from kdjax.config import ModelConfig
 from kdjax.model.runtime import Runtime
 from pallas_kernels.choose_experts import choose_experts
 from pallas_kernels.numerics import matmul_nt
+from pallas_kernels.split import split_matmul_nt
 
 
 class Router(nnx.Module):
@@ -23,10 +24,17 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
-        c = self.config
         weight = self.weight.get_value()
         # Products of bfloat16 are exact in float32, so only the sum, which is float32, rounds.
-        logits = matmul_nt(x.astype(weight.dtype), weight, jnp.dtype(jnp.float32))
+        if self.backend == "xla":
+            return self.choose(matmul_nt(x.astype(weight.dtype), weight, jnp.dtype(jnp.float32)))
+        return self.choose(split_matmul_nt(x.astype(weight.dtype), weight))
+
+    def choose(
+        self, logits: Float32[Array, "*parts tokens columns"]
+    ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
+        """Of the product, or its partial sums; columns beyond the experts are of something else."""
+        c = self.config
         return choose_experts(
             logits,
             self.e_score_correction_bias.get_value(),

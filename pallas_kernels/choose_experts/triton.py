@@ -17,7 +17,7 @@ from pallas_kernels.tiles import tile
 
 
 def choose(
-    logits: Float32[Array, "tokens experts"],
+    parts: Float32[Array, "parts tokens columns"],
     bias: Float32[Array, "experts"],
     *,
     top_k: int,
@@ -25,25 +25,28 @@ def choose(
     routed_scaling_factor: float,
     interpret: bool,
 ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
-    shape = (logits.shape[0], top_k)
+    tokens = parts.shape[1]
+    shape = (tokens, top_k)
     return pl.pallas_call(
         functools.partial(_choose, normalise=norm_topk_prob, scaling=routed_scaling_factor),
-        grid=(logits.shape[0],),
+        grid=(tokens,),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         # a step is a chain of reductions: within one warp they need no barrier
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="choose_experts",
-    )(logits, bias)
+    )(parts, bias)
 
 
-def _choose(logits, bias, indices, weights, *, normalise, scaling):
-    token, experts, top_k = pl.program_id(0), logits.shape[1], indices.shape[1]
+def _choose(parts, bias, indices, weights, *, normalise, scaling):
+    token, experts, top_k = pl.program_id(0), bias.shape[0], indices.shape[1]
     expert = jnp.arange(tile(experts), dtype=jnp.int32)
     exists = expert < experts
-    held = jnp.minimum(expert, experts - 1)
-    scores = jax.nn.sigmoid(plgpu.load(logits.at[token, held]))
-    left = jnp.where(exists, scores + plgpu.load(bias.at[held]), -jnp.inf)
+    load = functools.partial(plgpu.load, mask=exists, other=0.0)
+    scores = jax.nn.sigmoid(
+        functools.reduce(jnp.add, [load(parts.at[i, token, expert]) for i in range(parts.shape[0])])
+    )
+    left = jnp.where(exists, scores + load(bias.at[expert]), -jnp.inf)
     rank = jnp.arange(tile(top_k), dtype=jnp.int32)
     chosen, chosen_scores = jnp.zeros_like(rank), jnp.zeros(rank.shape, jnp.float32)
     for k in range(top_k):

@@ -94,6 +94,16 @@ def test_without_normalisation_weights_are_scaled_sigmoids(select):
     np.testing.assert_allclose(weights[0], 2.0 / (1 + np.exp(-np.asarray([1.0, 0.5]))), rtol=1e-6)
 
 
+def test_partial_sums_and_columns_of_something_else(select):
+    rng = np.random.default_rng(0)
+    parts, bias = rng.normal(size=(3, 5, 20)).astype(np.float32), rng.normal(size=12).astype(np.float32)
+    rule = dict(top_k=4, routed_scaling_factor=2.0)
+    indices, weights = select(jnp.asarray(parts), jnp.asarray(bias), **rule)
+    expected = select(jnp.asarray(parts.sum(0)[:, :12]), jnp.asarray(bias), **rule)
+    np.testing.assert_array_equal(indices, expected[0])
+    np.testing.assert_allclose(weights, expected[1], rtol=1e-5)
+
+
 def test_bias_stays_float32_in_a_bfloat16_model():
     config = ModelConfig(
         vocab_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, q_lora_rank=8, kv_lora_rank=8,
