@@ -24,7 +24,8 @@ def split_matmul_nt(
 ) -> Float32[Array, "parts tokens out"]:
     """x @ weight^T for weights side by side, float32: the product is the sum over `parts`.
 
-    XLA joins the weights where it reads them, without a copy. `parts` is chosen by the sizes where it is None.
+    XLA joins the weights where it reads them, without a copy. `parts` is a power of two; where it is None, one that
+    keeps a GPU busy at these sizes.
     """
     (tokens, width), out = x.shape, sum(weight.shape[0] for weight in weights)
     parts = parts or _parts(tokens, out, width)

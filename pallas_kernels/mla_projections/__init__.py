@@ -28,7 +28,8 @@ def compress(
     """The normed compressed queries, and the cache with the tokens' rows written: normed latent, then rotated key.
 
     Args:
-        parts: the product of `q_a_proj` and `kv_a_proj_with_mqa` side by side, as `split_matmul_nt` leaves it.
+        parts: the product of `q_a_proj` and `kv_a_proj_with_mqa` side by side, as `split_matmul_nt` leaves it: their
+            number is a power of two.
         q_weight: of `q_a_layernorm`; its dtype is that of the activations.
         kv_weight: of `kv_a_layernorm`.
         cos: of the tokens' positions, as is `sin`; pairs (2i, 2i + 1) rotate.

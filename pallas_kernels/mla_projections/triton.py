@@ -116,12 +116,12 @@ def _absorb_queries(parts, kv_b, cos, sin, q_latent, q_rope, *, latent_programs)
     def _():
         column, inside = _columns(nope)
         q = _total(parts, held, first + column[None, :], exists & inside[None, :], dtype).astype(dtype)
-        latent = program * LATENT_COLUMNS + jnp.arange(LATENT_COLUMNS, dtype=jnp.int32)
-        # beyond W_UK: finite, and times zero
-        at = kv_b.at[head, jnp.minimum(column, nope - 1)[:, None], jnp.minimum(latent, rank - 1)[None, :]]
-        _store(
-            q_latent, (token[:, None], head), latent[None, :], dot(q, plgpu.load(at)), exists & (latent < rank)[None, :]
-        )
+        latent = program * LATENT_COLUMNS + jnp.arange(LATENT_COLUMNS, dtype=jnp.int32)[None, :]
+        # rows beyond W_UK are finite and times zero; a clamped column would be loaded on its own
+        at = kv_b.at[head, jnp.minimum(column, nope - 1)[:, None], latent]
+        mask = jnp.broadcast_to(latent < rank, (column.shape[0], LATENT_COLUMNS))
+        absorbed = dot(q, plgpu.load(at, mask=mask, other=0.0))
+        _store(q_latent, (token[:, None], head), latent, absorbed, exists & (latent < rank))
 
     @pl.when(program == latent_programs)
     def _():
@@ -150,9 +150,16 @@ def _columns(size: int):
 
 
 def _total(parts, token, column, inside, dtype):
-    """A product's values, rounded as its result would be; float32."""
-    each = [plgpu.load(parts.at[i, token, column], mask=inside, other=0.0) for i in range(parts.shape[0])]
-    return functools.reduce(jnp.add, each).astype(dtype).astype(jnp.float32)
+    """A product's values, rounded as its result would be; float32.
+
+    One load and a reduction: Triton passes each of several loads through shared memory where a dot follows.
+    """
+    part = jnp.arange(parts.shape[0], dtype=jnp.int32).reshape(-1, *[1] * inside.ndim)
+    shape = (parts.shape[0], *inside.shape)
+    token, column = (jnp.broadcast_to(index, inside.shape)[None] for index in (token, column))
+    mask = jnp.broadcast_to(inside[None], shape)
+    each = plgpu.load(parts.at[part, token, column], mask=mask, other=0.0)
+    return jnp.sum(each, axis=0).astype(dtype).astype(jnp.float32)
 
 
 def _rms_norm(x, weight, column, inside, eps):
