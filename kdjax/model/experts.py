@@ -213,10 +213,9 @@ class MoE(nnx.Module):
         """Router, gate and up of the shared experts are one product: alone, each is too small to keep a GPU reading."""
         matrices = self.gate, shared.gate_proj, shared.up_proj
         parts = split_matmul_nt(tokens, *(m.weight.get_value() for m in matrices))
-        indices, weights = self.gate.choose(parts)
+        indices, weights, activated = self.gate.choose_and_activate(parts, tokens.dtype)
         y = self.experts(tokens, *self._own(indices, weights))
-        gate, up = jnp.split(jnp.sum(parts[..., self.n_routed_experts :], axis=0).astype(tokens.dtype), 2, axis=-1)
-        return y + self._once(shared.down_proj(jax.nn.silu(gate) * up)), indices
+        return y + self._once(shared.down_proj(activated)), indices
 
     def _own(
         self, indices: Int32[Array, "tokens top_k"], weights: Float32[Array, "tokens top_k"]

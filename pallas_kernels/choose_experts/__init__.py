@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.choose_experts import triton, xla
 
@@ -43,6 +43,35 @@ def choose_experts(
     if backend == "xla":
         return xla.choose(jnp.sum(_as_parts(logits), axis=0)[:, : bias.shape[0]], bias, **rule)
     return triton.choose(_as_parts(logits), bias, **rule, interpret=backend == "interpret")
+
+
+def choose_and_activate(
+    parts: Float32[Array, "parts tokens columns"],
+    bias: Float32[Array, "experts"],
+    *,
+    top_k: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+    dtype: jnp.dtype,
+    backend: str,
+) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"], Float[Array, "tokens inner"]]:
+    """`choose_experts`, and silu(gate) * up of the shared experts in `dtype`, in the same kernel.
+
+    Args:
+        parts: partial sums of router, gate and up side by side (`split_matmul_nt`).
+        dtype: of the activations; gate and up are rounded to it, as is silu(gate).
+        backend: "triton" (NVIDIA GPUs) or "interpret".
+
+    The others are as those of `choose_experts`.
+
+    Raises:
+        NotImplementedError: the backend is not supported.
+    """
+    if backend not in BACKENDS[1:]:
+        supported = ", ".join(BACKENDS[1:])
+        raise NotImplementedError(f"choose_and_activate: {backend=} is not supported; supported: {supported}")
+    rule: Any = dict(top_k=top_k, norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
+    return triton.choose_and_activate(parts, bias, **rule, dtype=dtype, interpret=backend == "interpret")
 
 
 def _as_parts(logits: Float32[Array, "*parts tokens columns"]) -> Float32[Array, "_ tokens columns"]:

@@ -19,9 +19,9 @@ from pallas_kernels import aot
 from tests.xla import launches
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-PER_LAYER = 17
+PER_LAYER = 16
 """Three products around attention, attention and its merge, three kernels between them; two norms; two products of the
-shared expert, with the router in the first, and its activation; the choice and the routed experts' two; the sum."""
+shared expert, with the router in the first; choice and activation; the routed experts' two; the sum."""
 OUTSIDE = 16
 """Embedding, rotation and the attention's plan, the last norm, logits, and what makes the stage a loop."""
 
