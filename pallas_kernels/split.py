@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.numerics import precision
 
-TILE = 64
+TILE = (128, 64)
+"""Tokens and outputs of one program, about."""
 PROGRAMS = 192
-"""Output tiles, all parts together, from which on the multiprocessors are busy."""
+"""From which on the multiprocessors are busy, and XLA makes no parts of its own."""
 LEAST_COLUMNS = 128
 """Of a part."""
 
@@ -41,7 +42,7 @@ def split_matmul_nt(
 
 def _parts(tokens: int, out: int, width: int) -> int:
     """The smallest power of two that gives enough tiles, or the largest that cuts the columns into fair parts."""
-    tiles, parts = -(-tokens // TILE) * -(-out // TILE), 1
+    tiles, parts = -(-tokens // TILE[0]) * -(-out // TILE[1]), 1
     while tiles * parts < PROGRAMS and width % (2 * parts) == 0 and width // (2 * parts) >= LEAST_COLUMNS:
         parts *= 2
     return parts
