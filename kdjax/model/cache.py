@@ -66,8 +66,14 @@ def append(
     Where rows are dealt out over `axes`, each device keeps its own.
     """
     slot = jnp.arange(layer.shape[0], dtype=jnp.int32)[:, None]
-    row = own_row(start[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None, :], layer.shape[1], axes)
+    row = appended(start, new.shape[1], layer.shape[1], axes)
     return layer.at[slot, row].set(new.astype(layer.dtype), mode="drop", unique_indices=not axes)
+
+
+def appended(start: Int32[Array, "slots"], n: int, rows: int, axes: Axes = ()) -> Int32[Array, "slots n"]:
+    """The rows start[s] to start[s] + n - 1 in the cache of this device, which holds `rows`; `rows` or more where they
+    are beyond its end or another device's."""
+    return own_row(start[:, None] + jnp.arange(n, dtype=jnp.int32)[None, :], rows, axes)
 
 
 def commit(

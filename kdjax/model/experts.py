@@ -27,6 +27,7 @@ from pallas_kernels.int4_experts import (
     int4_experts,
     tile_experts,
 )
+from pallas_kernels.split import split_matmul_nt
 
 
 class MLP(nnx.Module):
@@ -190,9 +191,13 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
         """The result, and the routed experts of each token."""
         tokens = x.reshape(-1, x.shape[-1])
-        y, indices = self.routed(tokens)
-        if self.shared_experts is not None:
+        if self.shared_experts is None:
+            y, indices = self.routed(tokens)
+        elif self.gate.backend == "xla":
+            y, indices = self.routed(tokens)
             y = y + self._once(self.shared_experts(tokens))
+        else:
+            y, indices = self.in_few_kernels(tokens, self.shared_experts)
         return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)
 
     def routed(
@@ -201,6 +206,16 @@ class MoE(nnx.Module):
         """The part of the routed experts, and which those are."""
         indices, weights = self.gate(tokens)
         return self.experts(tokens, *self._own(indices, weights)), indices
+
+    def in_few_kernels(
+        self, tokens: Float[Array, "tokens hidden"], shared: MLP
+    ) -> tuple[Float[Array, "tokens hidden"], Int32[Array, "tokens top_k"]]:
+        """Router, gate and up of the shared experts are one product: alone, each is too small to keep a GPU reading."""
+        matrices = self.gate, shared.gate_proj, shared.up_proj
+        parts = split_matmul_nt(tokens, *(m.weight.get_value() for m in matrices))
+        indices, weights, activated = self.gate.choose_and_activate(parts, tokens.dtype)
+        y = self.experts(tokens, *self._own(indices, weights))
+        return y + self._once(shared.down_proj(activated)), indices
 
     def _own(
         self, indices: Int32[Array, "tokens top_k"], weights: Float32[Array, "tokens top_k"]

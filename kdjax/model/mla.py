@@ -16,7 +16,9 @@ from kdjax.model import rope, sequence
 from kdjax.model.linear import Linear
 from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
+from pallas_kernels.mla_projections import absorb_queries, compress, expand_values
 from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.split import split_matmul_nt
 from pallas_kernels.tree_attention import Plan, tree_attention
 from pallas_kernels.tree_attention.reference import visibility
 
@@ -60,6 +62,9 @@ class MLA(nnx.Module):
         On a mesh the output is the part of this device's heads.
         """
         c = self.config
+        prefills = step.ancestors is None and x.shape[1] >= PREFILL_TOKENS
+        if self.runtime.backend != "xla" and self.runtime.mla == "absorbed" and not prefills:
+            return self.by_kernels(x, rows, step)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*x.shape[:2], -1, c.qk_head_dim)
         q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
@@ -72,7 +77,7 @@ class MLA(nnx.Module):
 
         if self.runtime.mla == "materialised":
             attend = self.materialised
-        elif self.runtime.backend != "xla" and step.ancestors is None and x.shape[1] >= PREFILL_TOKENS:
+        elif self.runtime.backend != "xla" and prefills:
             attend = self.prefill
         else:
             attend = self.absorbed
@@ -83,6 +88,44 @@ class MLA(nnx.Module):
         """kv_b_proj per head: W_UK, then W_UV."""
         c = self.config
         return self.kv_b_proj.weight.get_value().reshape(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+
+    def by_kernels(
+        self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
+    ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
+        """`__call__`, absorbed, in as few kernels as can be: each costs about as long as what it computes."""
+        c, backend, cache_axes = self.config, self.runtime.backend, self.runtime.mesh.cache_axes
+        lead, tokens, w = x.shape[:2], x.reshape(-1, x.shape[-1]), self.up_projections()
+        cos, sin = (a.reshape(tokens.shape[0], -1) for a in (step.cos, step.sin))
+        q_weight, kv_weight = self.q_a_layernorm.weight.get_value(), self.kv_a_layernorm.weight.get_value()
+        down = split_matmul_nt(tokens, self.q_a_proj.weight.get_value(), self.kv_a_proj_with_mqa.weight.get_value())
+        row = kv.appended(step.lengths, lead[1], rows.shape[1], cache_axes).reshape(-1)
+        q, rows = compress(down, q_weight, kv_weight, cos, sin, rows, row, eps=c.latent_norm_eps, backend=backend)
+        queries = absorb_queries(split_matmul_nt(q, self.q_b_proj.weight.get_value()), w, cos, sin, backend=backend)
+        q_latent, q_rope = (a.reshape(*lead, *a.shape[1:]) for a in queries)
+        o_latent = self.attend_latent(q_latent, q_rope, rows, step).reshape(-1, *q_latent.shape[2:])
+        out = expand_values(o_latent, w, c.v_head_dim, backend=backend)
+        return self.o_proj(out.reshape(*lead, -1)), rows
+
+    def attend_latent(
+        self,
+        q_latent: Float[Array, "slots q heads rank"],
+        q_rope: Float[Array, "slots q heads rope"],
+        rows: Float[Array, "slots rows width"],
+        step: Step,
+    ) -> Float[Array, "slots q heads rank"]:
+        """The attention op, over all devices that share the cache."""
+        cache_axes = self.runtime.mesh.cache_axes
+        attend = functools.partial(sequence.attend, axes=cache_axes) if cache_axes else tree_attention
+        return attend(
+            q_latent,
+            q_rope,
+            rows,
+            step.own_lengths,
+            step.ancestors,
+            scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
+            backend=self.runtime.backend,
+            shared=step.plan,
+        )
 
     def absorbed(
         self,
@@ -105,18 +148,7 @@ class MLA(nnx.Module):
             return jnp.moveaxis(lax.dot_general(x, w, dims, precision=self.runtime.precision), 0, 2)
 
         q_padded = jnp.pad(q_nope, ((0, 0), (0, 0), (0, 0), (0, self.config.v_head_dim)))
-        cache_axes = self.runtime.mesh.cache_axes
-        attend = functools.partial(sequence.attend, axes=cache_axes) if cache_axes else tree_attention
-        o_latent = attend(
-            per_head(q_padded, w, 1),
-            q_rope,
-            rows,
-            step.own_lengths,
-            step.ancestors,
-            scale=rope.mla_softmax_scale(self.config.qk_head_dim, self.config.rope_scaling),
-            backend=self.runtime.backend,
-            shared=step.plan,
-        )
+        o_latent = self.attend_latent(per_head(q_padded, w, 1), q_rope, rows, step)
         return per_head(o_latent, w, 2)[..., nope:]
 
     def prefill(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
 from kdjax.model.runtime import Runtime
-from pallas_kernels.choose_experts import choose_experts
+from pallas_kernels.choose_experts import choose_and_activate, choose_experts
 from pallas_kernels.numerics import matmul_nt
+from pallas_kernels.split import split_matmul_nt
 
 
 class Router(nnx.Module):
@@ -23,15 +26,30 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
-        c = self.config
         weight = self.weight.get_value()
         # Products of bfloat16 are exact in float32, so only the sum, which is float32, rounds.
-        logits = matmul_nt(x.astype(weight.dtype), weight, jnp.dtype(jnp.float32))
-        return choose_experts(
-            logits,
-            self.e_score_correction_bias.get_value(),
-            top_k=c.num_experts_per_tok,
-            norm_topk_prob=c.norm_topk_prob,
-            routed_scaling_factor=c.routed_scaling_factor,
-            backend=self.backend,
-        )
+        if self.backend == "xla":
+            return self.choose(matmul_nt(x.astype(weight.dtype), weight, jnp.dtype(jnp.float32)))
+        return self.choose(split_matmul_nt(x.astype(weight.dtype), weight))
+
+    def choose(
+        self, logits: Float32[Array, "*parts tokens columns"]
+    ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
+        """Of the product, or its partial sums."""
+        return choose_experts(logits, self.e_score_correction_bias.get_value(), **self.rule)
+
+    def choose_and_activate(
+        self, parts: Float32[Array, "parts tokens columns"], dtype: jnp.dtype
+    ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"], Float[Array, "tokens inner"]]:
+        """`choose`, and the activations of shared experts, whose gate and up stand beside the router in the product."""
+        return choose_and_activate(parts, self.e_score_correction_bias.get_value(), dtype=dtype, **self.rule)
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """How experts are chosen."""
+        return {
+            "top_k": self.config.num_experts_per_tok,
+            "norm_topk_prob": self.config.norm_topk_prob,
+            "routed_scaling_factor": self.config.routed_scaling_factor,
+            "backend": self.backend,
+        }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Array, Float32, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.choose_experts import triton, xla
 
@@ -12,7 +13,7 @@ BACKENDS = ("xla", "triton", "interpret")
 
 
 def choose_experts(
-    logits: Float32[Array, "tokens experts"],
+    logits: Float32[Array, "*parts tokens columns"],
     bias: Float32[Array, "experts"],
     *,
     top_k: int,
@@ -25,6 +26,14 @@ def choose_experts(
     `bias` (config name e_score_correction_bias) only selects; weights come from the unbiased sigmoids. The 1e-20
     keeps them finite where every selected sigmoid underflows.
 
+    Args:
+        logits: those of the experts in the first columns; with a dimension in front, partial sums (`split_matmul_nt`).
+        bias: as many as there are experts.
+        top_k: experts per token.
+        norm_topk_prob: whether the weights of a token are divided by their sum.
+        routed_scaling_factor: on the weights.
+        backend: "xla", "triton" (NVIDIA GPUs) or "interpret".
+
     Raises:
         NotImplementedError: the backend is not supported.
     """
@@ -32,5 +41,38 @@ def choose_experts(
         raise NotImplementedError(f"choose_experts: {backend=} is not supported; supported: {', '.join(BACKENDS)}")
     rule: Any = dict(top_k=top_k, norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
     if backend == "xla":
-        return xla.choose(logits, bias, **rule)
-    return triton.choose(logits, bias, **rule, interpret=backend == "interpret")
+        return xla.choose(jnp.sum(_as_parts(logits), axis=0)[:, : bias.shape[0]], bias, **rule)
+    return triton.choose(_as_parts(logits), bias, **rule, interpret=backend == "interpret")
+
+
+def choose_and_activate(
+    parts: Float32[Array, "parts tokens columns"],
+    bias: Float32[Array, "experts"],
+    *,
+    top_k: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+    dtype: jnp.dtype,
+    backend: str,
+) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"], Float[Array, "tokens inner"]]:
+    """`choose_experts`, and silu(gate) * up of the shared experts in `dtype`, in the same kernel.
+
+    Args:
+        parts: partial sums of router, gate and up side by side (`split_matmul_nt`).
+        dtype: of the activations; gate and up are rounded to it, as is silu(gate).
+        backend: "triton" (NVIDIA GPUs) or "interpret".
+
+    The others are as those of `choose_experts`.
+
+    Raises:
+        NotImplementedError: the backend is not supported.
+    """
+    if backend not in BACKENDS[1:]:
+        supported = ", ".join(BACKENDS[1:])
+        raise NotImplementedError(f"choose_and_activate: {backend=} is not supported; supported: {supported}")
+    rule: Any = dict(top_k=top_k, norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
+    return triton.choose_and_activate(parts, bias, **rule, dtype=dtype, interpret=backend == "interpret")
+
+
+def _as_parts(logits: Float32[Array, "*parts tokens columns"]) -> Float32[Array, "_ tokens columns"]:
+    return logits if logits.ndim == 3 else logits[None]

@@ -6,18 +6,23 @@ XLA sorts all experts of every token for it, in five kernels.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.tiles import tile
 
+COLUMNS = 256
+"""Of the shared experts' activation, per program."""
+
 
 def choose(
-    logits: Float32[Array, "tokens experts"],
+    parts: Float32[Array, "parts tokens columns"],
     bias: Float32[Array, "experts"],
     *,
     top_k: int,
@@ -25,25 +30,77 @@ def choose(
     routed_scaling_factor: float,
     interpret: bool,
 ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"]]:
-    shape = (logits.shape[0], top_k)
+    rule = functools.partial(_choose, normalise=norm_topk_prob, scaling=routed_scaling_factor)
+
+    def kernel(*refs):
+        rule(pl.program_id(0), *refs)
+
+    return _call(kernel, 1, _choice(parts, top_k), interpret)(parts, bias)
+
+
+def choose_and_activate(
+    parts: Float32[Array, "parts tokens columns"],
+    bias: Float32[Array, "experts"],
+    *,
+    top_k: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+    dtype: jnp.dtype,
+    interpret: bool,
+) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"], Float[Array, "tokens inner"]]:
+    _, tokens, columns = parts.shape
+    inner = (columns - bias.shape[0]) // 2
+    rule = functools.partial(_choose, normalise=norm_topk_prob, scaling=routed_scaling_factor)
+
+    def kernel(parts, bias, indices, weights, activated):
+        token, program = pl.program_id(0), pl.program_id(1)  # interpret mode has none inside of a branch
+        pl.when(program == 0)(lambda: rule(token, parts, bias, indices, weights))
+        pl.when(program > 0)(lambda: _activate(token, parts, bias.shape[0], program - 1, activated))
+
+    out = (*_choice(parts, top_k), jax.ShapeDtypeStruct((tokens, inner), dtype))
+    return _call(kernel, 1 + pl.cdiv(inner, COLUMNS), out, interpret)(parts, bias)
+
+
+def _choice(parts: Array, top_k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct((parts.shape[1], top_k), dtype) for dtype in (jnp.int32, jnp.float32))
+
+
+def _call(kernel: Callable[..., None], programs: int, out: tuple[jax.ShapeDtypeStruct, ...], interpret: bool) -> Any:
     return pl.pallas_call(
-        functools.partial(_choose, normalise=norm_topk_prob, scaling=routed_scaling_factor),
-        grid=(logits.shape[0],),
-        out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
-        # a step is a chain of reductions: within one warp they need no barrier
+        kernel,
+        grid=(out[0].shape[0], programs),
+        out_shape=out,
+        # a step of the choice is a chain of reductions: within one warp they need no barrier
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="choose_experts",
-    )(logits, bias)
+    )
 
 
-def _choose(logits, bias, indices, weights, *, normalise, scaling):
-    token, experts, top_k = pl.program_id(0), logits.shape[1], indices.shape[1]
+def _activate(token, parts, experts, program, activated):
+    """silu(gate) * up of some columns: those of gate follow the experts, those of up follow them."""
+    inner, dtype = activated.shape[1], activated.dtype
+    column = program * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
+    inside = column < inner
+    gate, up = (_total(parts, token, first + column, inside).astype(dtype) for first in (experts, experts + inner))
+    gate = gate.astype(jnp.float32)
+    gate = (gate * jax.nn.sigmoid(gate)).astype(dtype)
+    # interpret mode also writes where the mask is off: out of bounds then
+    value = (gate.astype(jnp.float32) * up.astype(jnp.float32)).astype(dtype)
+    plgpu.store(activated.at[token, jnp.where(inside, column, inner)], value, mask=inside)
+
+
+def _total(parts, token, column, inside):
+    each = [plgpu.load(parts.at[i, token, column], mask=inside, other=0.0) for i in range(parts.shape[0])]
+    return functools.reduce(jnp.add, each)
+
+
+def _choose(token, parts, bias, indices, weights, *, normalise, scaling):
+    experts, top_k = bias.shape[0], indices.shape[1]
     expert = jnp.arange(tile(experts), dtype=jnp.int32)
     exists = expert < experts
-    held = jnp.minimum(expert, experts - 1)
-    scores = jax.nn.sigmoid(plgpu.load(logits.at[token, held]))
-    left = jnp.where(exists, scores + plgpu.load(bias.at[held]), -jnp.inf)
+    scores = jax.nn.sigmoid(_total(parts, token, expert, exists))
+    left = jnp.where(exists, scores + plgpu.load(bias.at[expert], mask=exists, other=0.0), -jnp.inf)
     rank = jnp.arange(tile(top_k), dtype=jnp.int32)
     chosen, chosen_scores = jnp.zeros_like(rank), jnp.zeros(rank.shape, jnp.float32)
     for k in range(top_k):

@@ -13,9 +13,9 @@ from kdjax.config import ModelConfig
 from kdjax.model import k2
 from kdjax.model.runtime import Runtime
 from pallas_kernels import aot
-from pallas_kernels.choose_experts import choose_experts
+from pallas_kernels.choose_experts import choose_and_activate, choose_experts
 from tests.pallas_kernels.backends import BACKENDS
-from tests.tolerances import GATE_WEIGHTS
+from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_FLOAT32, GATE_WEIGHTS
 
 CASES = """moe_gate_exact_tie moe_gate_k26_random moe_gate_large_bias moe_gate_mixed_range moe_gate_near_ties
 moe_gate_negative_scores moe_gate_saturated moe_gate_small_16_top4 moe_gate_underflow""".split()
@@ -92,6 +92,44 @@ def test_without_normalisation_weights_are_scaled_sigmoids(select):
     )
     assert indices.tolist() == [[0, 2]]
     np.testing.assert_allclose(weights[0], 2.0 / (1 + np.exp(-np.asarray([1.0, 0.5]))), rtol=1e-6)
+
+
+def test_partial_sums_and_columns_of_something_else(select):
+    rng = np.random.default_rng(0)
+    parts, bias = rng.normal(size=(3, 5, 20)).astype(np.float32), rng.normal(size=12).astype(np.float32)
+    rule = dict(top_k=4, routed_scaling_factor=2.0)
+    indices, weights = select(jnp.asarray(parts), jnp.asarray(bias), **rule)
+    expected = select(jnp.asarray(parts.sum(0)[:, :12]), jnp.asarray(bias), **rule)
+    np.testing.assert_array_equal(indices, expected[0])
+    np.testing.assert_allclose(weights, expected[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_choice_and_activation_in_one_kernel(dtype, backend):
+    """300 columns: two programs, the second with fewer."""
+    rng = np.random.default_rng(0)
+    parts, bias = rng.normal(size=(2, 5, 12 + 600)).astype(np.float32), rng.normal(size=12).astype(np.float32)
+    rule = dict(top_k=4, norm_topk_prob=True, routed_scaling_factor=2.0, backend=backend)
+    indices, weights, activated = jax.jit(functools.partial(choose_and_activate, dtype=jnp.dtype(dtype), **rule))(
+        jnp.asarray(parts), jnp.asarray(bias)
+    )
+    expected = choose(jnp.asarray(parts), jnp.asarray(bias), **rule)
+    np.testing.assert_array_equal(indices, expected[0])
+    np.testing.assert_array_equal(weights, expected[1])
+    gate, up = np.split(parts.sum(0)[:, 12:].astype(np.float64), 2, axis=1)
+    tolerance = EXPERTS_FLOAT32 if dtype == "float32" else EXPERTS_BFLOAT16
+    tolerance.check(np.asarray(activated, np.float64), gate / (1 + np.exp(-gate)) * up)
+
+
+def test_the_activation_needs_a_kernel():
+    with pytest.raises(
+        NotImplementedError, match="choose_and_activate: backend='xla' is not supported; supported: tri"
+    ):
+        choose_and_activate(
+            jnp.zeros((1, 2, 8)), jnp.zeros(4), top_k=2, norm_topk_prob=True, routed_scaling_factor=1.0,
+            dtype=jnp.dtype("float32"), backend="xla",
+        )  # fmt: skip
 
 
 def test_bias_stays_float32_in_a_bfloat16_model():
