@@ -11,6 +11,7 @@ import numpy as np
 
 from kdjax.decode import Decoder, Request, loop
 from kdjax.decode.programs import admit
+from kdjax.decode.request import check_request
 from kdjax.decode.state import DecodeState, Reason
 
 
@@ -37,8 +38,13 @@ def _step(program: loop.Program, params: loop.Params, state: DecodeState) -> tup
 
 
 def observe(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[np.ndarray, Seen]]:
-    """Rounds of the requests, one in each slot, until all have ended: (indices of those that ran, what was seen)."""
+    """Rounds of the requests, one in each slot, until all have ended: (indices of those that ran, what was seen).
+
+    Raises KdjaxError where a request cannot run.
+    """
     program, params = decoder.program, decoder.params
+    for index, request in enumerate(requests):
+        check_request(request, index, program.model, decoder.context, program.budget)
     state = program.empty_state(decoder.slots, decoder.context)
     width = -(-max(len(r.prompt_ids) for r in requests) // 64) * 64
     for slot, request in enumerate(requests):

@@ -17,6 +17,7 @@ from kdjax.cli import options
 from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.start import configure_jax
 from kdjax.config import Cluster, ModelPair, load
+from kdjax.errors import KdjaxError
 
 if TYPE_CHECKING:
     from kdjax.plan import Compiled, Plan
@@ -64,13 +65,20 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     if pair is None:
         drafter = read_drafter_config(args.drafter) if args.drafter else None
         pair = ModelPair(target=read_model_config(args.model), drafter=drafter)
+    depth = pair.drafter.block_size - 1 if pair.drafter else args.budget
+    most = 1 + min(args.budget, depth)
+    if impossible := [rate for rate in args.acceptance or () if rate > most]:
+        raise KdjaxError(
+            f"--acceptance {impossible[0]:g}: a round commits at most {most} with --budget {args.budget} and {depth} "
+            "drafted tokens, the bonus included: give less"
+        )
+    acceptance = args.acceptance or tuple(rate for rate in (2.0, 3.0, 4.0, 5.0) if rate <= most) or (1.0,)
     workload = plan.Workload(args.context, args.streams, args.budget)
     found = plan.plan(pair, cluster, workload)
     if args.compile:
         with Console(stderr=True).status("compiling the decode step"):
             compiled = plan.compile_step(pair, cluster, workload, args.backend)
         found = dataclasses.replace(found, compiled=compiled)
-    acceptance = args.acceptance or ((2.0, 3.0, 4.0, 5.0) if args.budget else (1.0,))
     if args.json:
         print(json.dumps(found.as_json(acceptance)))
     else:

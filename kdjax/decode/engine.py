@@ -115,6 +115,8 @@ class Engine:
         Raises:
             KdjaxError: the request cannot run; nothing else is touched.
         """
+        if not isinstance(priority, int):
+            raise KdjaxError(f"priority={priority!r} must be an integer: larger ones go first")
         with self._turn:
             decoder = self._decoder
             check_request(request, self._submitted, decoder.program.model, decoder.context, decoder.config.budget)

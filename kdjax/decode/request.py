@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import msgspec
 
 from kdjax.config import ModelConfig
@@ -35,6 +37,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 def check_request(request: Request, index: int, model: ModelConfig, context: int, budget: int) -> None:
     """Raises KdjaxError where the request cannot run. `context` is tokens per slot, `budget` the compiled limit."""
     where = f"request {index}"
+    for name in ("prompt_ids", "stop_token_ids"):
+        if bad := [token for token in getattr(request, name) if not isinstance(token, numbers.Integral)]:
+            raise KdjaxError(f"{where}: {name} has {bad[0]!r}, which is no token id: encode text with the tokenizer")
     prompt = len(request.prompt_ids)
     if not prompt:
         raise KdjaxError(f"{where}: the prompt is empty: give at least one token, such as the BOS token")

@@ -12,6 +12,7 @@ from kdjax.bundled.locate import locate
 from kdjax.config.decode import AtLeast1
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.config.mesh import ONE_DEVICE, MeshConfig
+from kdjax.errors import KdjaxError
 from kdjax.evaluate import documents, workbench
 from kdjax.evaluate.documents import TextsSection
 from kdjax.evaluate.rolling import Scorer
@@ -47,6 +48,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stride: AtLeast1 | None = None
     runtime: RuntimeSection = RuntimeSection()
     mesh: MeshConfig = ONE_DEVICE
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.stride is not None and self.stride > self.window:
+            raise KdjaxError(f"stride={self.stride} exceeds window={self.window}: tokens in between would be left out")
 
 
 def inputs(config: Config) -> Inputs:

@@ -8,6 +8,7 @@ import msgspec
 
 from kdjax.config import dumps
 from kdjax.errors import KdjaxError
+from kdjax.run.ledger import Ledger
 
 
 class RunFolder:
@@ -40,7 +41,9 @@ class RunFolder:
     def open(cls, path: Path, config: str) -> RunFolder:
         """The folder of a run that continues where it was cut short, or a new one. `config` is TOML.
 
-        Raises KdjaxError where the folder holds a run with another config, or cannot be made.
+        What was refused or failed before it measured anything leaves its folder to the corrected settings.
+
+        Raises KdjaxError where the folder holds results of another config, or cannot be made.
         """
         file = path / "config.toml"
         folder = cls(path)
@@ -49,10 +52,22 @@ class RunFolder:
             if not file.exists():
                 folder._write_text("config.toml", config)
             elif file.read_text(encoding="utf-8") != config:
-                raise KdjaxError(f"{file} is of a run with other settings: give another --out or the same settings")
+                if folder._has_results():
+                    raise KdjaxError(
+                        f"{file} is of a run with other settings: give another --out, the same settings, or remove it"
+                    )
+                for name in ("metrics.jsonl", "provenance.json", "summary.json"):
+                    (path / name).unlink(missing_ok=True)
+                folder._write_text("config.toml", config)
         except OSError as error:
             raise KdjaxError(f"{path}: cannot write the run folder ({error.strerror}): give another one") from error
         return folder
+
+    def _has_results(self) -> bool:
+        if not (self.path / "metrics.jsonl").exists():
+            return (self.path / "summary.json").exists()
+        ledger = Ledger(self.path / "metrics.jsonl")
+        return bool(ledger.cells or ledger.unfinished)
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The JSON file of that name; None where it is missing."""

@@ -108,6 +108,10 @@ def test_a_refused_request_touches_nothing(decoder):
     good = engine.submit(request(4, 6))
     with pytest.raises(KdjaxError, match="request 1: prompt_ids has token 99 outside the vocabulary"):
         engine.submit(Request(prompt_ids=(99,), max_new_tokens=2))
+    with pytest.raises(KdjaxError, match="request 1: prompt_ids has 'i', which is no token id"):
+        engine.submit(Request(prompt_ids="import", max_new_tokens=2))
+    with pytest.raises((KdjaxError, TypeError), match="priority"):  # TypeError: where tests check types
+        engine.submit(request(4, 6), priority="x")
     assert engine.submit(request(4, 6, seed=1)).index == 1
     assert good.result().token_ids == alone(decoder, good.request)
 

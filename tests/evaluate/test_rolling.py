@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kdjax.checkpoint import Target
 from kdjax.errors import KdjaxError
-from kdjax.evaluate import Scorer, pool
+from kdjax.evaluate import Scorer, perplexity, pool
 from kdjax.evaluate.rolling import windows
 from kdjax.reference import model as reference
 from tests.model.small import CONFIG, FLOAT32, random_params
@@ -104,3 +104,8 @@ def test_bad_input(target):
         Scorer(target, FLOAT32, window=20, stride=21)
     with pytest.raises(KdjaxError, match="window=1000000"):
         Scorer(target, FLOAT32, window=1_000_000)
+
+
+def test_a_stride_beyond_the_window_is_refused_with_the_config():
+    with pytest.raises(KdjaxError, match="stride=32 exceeds window=16"):
+        perplexity.Config(window=16, stride=32)

@@ -121,6 +121,7 @@ def test_the_table_says_whether_it_fits(capsys):
 
 def test_mistakes_are_one_line(capsys, tmp_path):
     for argv, said in (
+        (["--budget", "2", "--acceptance", "3,3.5"], "--acceptance 3.5: a round commits at most 3 with --budget 2"),
         (["--acceptance", "0.5"], "--acceptance: expected numbers of at least 1 such as 3,4.5, not '0.5'"),
         (["--context", "300000"], "context 300000 exceeds"),
         (["--streams", "none"], "--streams: expected an integer of at least 1, not 'none'"),

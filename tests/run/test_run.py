@@ -7,6 +7,7 @@ import pytest
 from kdjax.config import GenerateConfig, load
 from kdjax.errors import KdjaxError
 from kdjax.run import RunFolder, provenance
+from kdjax.run.ledger import Ledger
 from kdjax.run.provenance import HASHED_WHOLE, differences, fingerprint, git_revision
 
 
@@ -102,3 +103,14 @@ def test_a_folder_is_opened_again_with_the_same_config_only(tmp_path):
         RunFolder.open(tmp_path / "r", "x = 2\n")
     with pytest.raises(KdjaxError, match="cannot write the run folder"):
         RunFolder.open(tmp_path / "r" / "config.toml" / "deeper", "x = 1\n")
+
+
+def test_a_folder_without_results_is_left_to_the_corrected_settings(tmp_path):
+    failed = RunFolder.open(tmp_path, "x = 1\n")
+    failed.log({"cell": "a", "error": "KdjaxError: no"})
+    failed.write("summary.json", {"cells": []})
+    corrected = RunFolder.open(tmp_path, "x = 2\n")
+    assert corrected.read("summary.json") is None and not Ledger(tmp_path / "metrics.jsonl").failures
+    corrected.log({"cell": "a", "unit": "u"})
+    with pytest.raises(KdjaxError, match="is of a run with other settings"):
+        RunFolder.open(tmp_path, "x = 3\n")
