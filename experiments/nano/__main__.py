@@ -13,6 +13,7 @@ from kdjax.errors import KdjaxError
 
 STAGES = {
     "target": "train_target",
+    "restore": "restore",
     "drafter": "train_drafter",
     "export": "export",
     "evaluate": "evaluate",

@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from experiments.nano import draft_network, export, network, optim, trainer
+from experiments.nano import draft_network, export, network, optim, restore, trainer
 from experiments.nano.config import DataConfig, NanoConfig, OptimizerConfig, Phase, TrainConfig
 from experiments.nano.data import domain_shares, read_corpus, windows
 from experiments.nano.state import load_dict, load_tree, save_tree
 from kdjax.checkpoint import load_drafter, load_target
+from kdjax.config.generate import ModelSection
 from kdjax.config.strict import load
 from kdjax.errors import KdjaxError
 from kdjax.evaluate.loops import looping
@@ -171,3 +172,26 @@ def test_export_keeps_the_codes_of_training(tmp_path, random_params):
         assert np.array_equal(weight, trained["layers"][1]["mlp"]["experts"][name]["weight"])
     stored = loaded.params["layers"][2]["mlp"]["gate"]["e_score_correction_bias"]
     assert np.array_equal(stored, bias[1])
+
+
+def test_a_restored_target_is_the_one_that_was_exported(tmp_path, random_params):
+    config = small_nano()
+    params = random_params(network.init_params, config.target)
+    bias = jax.random.normal(jax.random.key(1), network.init_router_bias(config.target).shape)
+    save_tree(tmp_path / "target.safetensors", network.freeze(config.target, params, bias))
+    drafter = random_params(draft_network.init_params, config.drafter)
+    save_tree(tmp_path / "drafter.safetensors", jax.tree.map(lambda w: w.astype(jnp.bfloat16), drafter))
+    export.run(config, tmp_path)
+
+    exported = ModelSection(target=str(tmp_path / "export" / "target"))
+    config = msgspec.structs.replace(config, evaluate=msgspec.structs.replace(config.evaluate, model=exported))
+    again = tmp_path / "again"
+    again.mkdir()
+    restore.run(config, again)
+    before, after = (load_dict(folder / "target.safetensors") for folder in (tmp_path, again))
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+    other = msgspec.structs.replace(config, target=msgspec.structs.replace(config.target, num_experts_per_tok=1))
+    with pytest.raises(KdjaxError, match="another shape"):
+        restore.run(other, again)
