@@ -22,9 +22,14 @@ def matmul_nt(
 
 
 def matmul_weight_first(x: Float[Array, "*lead width"], w: Float[Array, "out width"]) -> Float[Array, "*lead out"]:
-    """`matmul_nt` as w @ x^T: XLA's CPU backend repacks the right operand in every call, which should be the small one.
+    """`matmul_nt` as w @ x^T: XLA's CPU backend repacks the right operand in every call, which should be small."""
+    return jnp.moveaxis(weight_first(w, x, -1), 0, -1)
+
+
+def weight_first(w: Float[Array, "out width"], x: Float[Array, "..."], axis: int) -> Float[Array, "out ..."]:
+    """w @ x over axis `axis` of x, whose other axes follow in their order.
 
     The barrier keeps XLA from turning the product round again.
     """
-    product = lax.dot_general(w, x, (((1,), (x.ndim - 1,)), ((), ())), precision=precision(x.dtype))
-    return jnp.moveaxis(lax.optimization_barrier(product), 0, -1)
+    product = lax.dot_general(w, x, (((1,), (axis % x.ndim,)), ((), ())), precision=precision(x.dtype))
+    return lax.optimization_barrier(product)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.int4 import dequantize
 from pallas_kernels.int4_experts.layout import PackedExperts
-from pallas_kernels.numerics import matmul_nt, matmul_weight_first, precision
+from pallas_kernels.numerics import matmul_nt, precision, weight_first
 
 ONE_BY_ONE = 16  # assignments; the loop is unrolled, so this also bounds the size of the program
 
@@ -126,14 +126,18 @@ def _whole(
     gate_up: Float[Array, "experts gate_and_up hidden"],
     all_down: Float[Array, "hidden all_inner"],
 ) -> Float[Array, "tokens hidden"]:
-    """The routing weights scale the inner activations, so that `down` sums over experts in the same matmul."""
-    experts, hidden = gate_up.shape[0], x.shape[1]
-    one_hot = indices[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]
-    routed = jnp.sum(jnp.where(one_hot, weights[:, :, None].astype(jnp.float32), 0.0), axis=1)
-    both = matmul_weight_first(x, gate_up.reshape(-1, hidden)).reshape(x.shape[0], experts, -1)
-    g, u = jnp.split(both, 2, axis=2)
-    a = (jax.nn.silu(g) * u).astype(jnp.float32) * routed[:, :, None]
-    return matmul_weight_first(a.reshape(x.shape[0], -1).astype(x.dtype), all_down)
+    """The routing weights scale the inner activations, so that `down` sums over experts in the same matmul.
+
+    Tokens stay the last axis between the products, as the first leaves them: nothing is transposed.
+    """
+    tokens, hidden = x.shape
+    experts = gate_up.shape[0]
+    one_hot = indices[None, :, :] == jnp.arange(experts, dtype=jnp.int32)[:, None, None]
+    routed = jnp.sum(jnp.where(one_hot, weights[None, :, :].astype(jnp.float32), 0.0), axis=2)
+    both = weight_first(gate_up.reshape(-1, hidden), x, 1).reshape(experts, -1, tokens)
+    g, u = jnp.split(both, 2, axis=1)
+    a = (jax.nn.silu(g) * u).astype(jnp.float32) * routed[:, None, :]
+    return weight_first(all_down, a.reshape(-1, tokens).astype(x.dtype), 0).T
 
 
 def _grouped(

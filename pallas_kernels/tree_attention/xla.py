@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels.numerics import precision
 from pallas_kernels.tree_attention.reference import visibility
 
-BLOCK = 256
+BLOCK = 128
 UNSEEN = -1e30  # finite: a row with nothing seen yet must not produce inf - inf
 
 
@@ -42,12 +42,13 @@ def partial(
         start = jnp.minimum(i * block, rows - block)
         new = start + jnp.arange(block, dtype=jnp.int32) >= i * block
         mask = lax.dynamic_slice_in_dim(seen, start, block, axis=2) & new[None, None, :]
-        mask = jnp.broadcast_to(mask[:, :, None, :], (slots, q, heads, block)).reshape(slots, q * heads, block)
         keys = lax.dynamic_slice_in_dim(cache_rows, start, block, axis=1).astype(dtype)
         scores = jnp.einsum("sqw,scw->sqc", query, keys, precision=p, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(mask, scores, UNSEEN)
+        scores = jnp.where(mask[:, :, None, :], scores.reshape(slots, q, heads, block), UNSEEN)
+        scores = scores.reshape(slots, q * heads, block)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        weight = jnp.where(mask, jnp.exp(scores - new_peak[..., None]), 0.0)
+        # 1 where nothing was seen so far, which `keep` forgets once something is, and the end if nothing ever is.
+        weight = jnp.exp(scores - new_peak[..., None])
         keep = jnp.exp(peak - new_peak)
         added = jnp.einsum("sqc,scw->sqw", weight.astype(dtype), keys, precision=p, preferred_element_type=jnp.float32)
         return new_peak, total * keep + jnp.sum(weight, axis=-1), out * keep[..., None] + added
@@ -59,5 +60,7 @@ def partial(
     )
     longest = jnp.minimum(jnp.max(lengths) + q, rows)
     peak, total, out = lax.fori_loop(0, -(-longest // block), body, carry)
-    out = out[..., :rank] / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return out.reshape(slots, q, heads, rank).astype(dtype), (peak + jnp.log(total)).reshape(slots, q, heads)
+    any_seen = peak > UNSEEN / 2
+    out = jnp.where(any_seen[..., None], out[..., :rank] / total[..., None], 0.0)
+    lse = jnp.where(any_seen, peak + jnp.log(total), -jnp.inf)
+    return out.reshape(slots, q, heads, rank).astype(dtype), lse.reshape(slots, q, heads)
