@@ -47,6 +47,7 @@ def draw(
     for slot in (1, 3, 7):
         middle.plot([r["step"] for r in steps], [r[f"slot{slot}"] for r in steps], label=f"slot {slot}")
     middle.set(title="drafter", xlabel="step", ylabel="agreement with the target, training text", ylim=(0, 1))
+    middle.locator_params(axis="x", nbins=5)
     _mark_phases(middle, steps, config.train_drafter.train.phases)
     middle.legend(loc="lower center", ncols=3)
 
