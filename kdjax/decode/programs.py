@@ -23,8 +23,8 @@ from kdjax.sharding import make_mesh, place, shardings
 from kdjax.tree import candidates
 
 WEIGHT_FIRST = {"xla_cpu_experimental_ynn_fusion_type": ""}
-"""Eigen's products instead of YNN's. With the weight on the left, a round with a tree takes 0.9 of the time and a row alone
-the same; and YNN makes kernels at first use, which would count as decoding."""
+"""Eigen's products instead of YNN's. With the weight on the left, a round with a tree takes 0.9 of the time, a row as
+long as before; and YNN makes kernels at first use, which would count as decoding."""
 
 
 class Compiled:
