@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,10 @@ next, but not from one launch of a program to the next, when the host first writ
 def loops_here() -> int:
     """How often a program of `several_calls` does its inputs on this device."""
     return LOOPS_ON_GPU if jax.default_backend() == "gpu" else 1
+
+
+MIN_MS_ON_GPU = 20.0
+"""Starting an idle GPU and waiting for its end take 0.3 to 0.4 ms: in 96 calls, 3 of the 20 us of a short one."""
 
 
 def several_calls(op: Callable[..., Any], loops: int | None = None) -> jax.stages.Wrapped:
@@ -70,15 +75,22 @@ def measure(
     *,
     repetitions: int = 12,
     min_ops: int = 96,
+    min_ms: float | None = None,
     loops: int | None = None,
 ) -> Timing:
     """Time of one op within `program`, which is `several_calls(op, loops)`, compiled or not.
 
-    A repetition runs the program until at least `min_ops` ops are done and waits once, at its end.
+    A repetition runs the program until at least `min_ops` ops are done, for about `min_ms` (None: 20 on a GPU, else 0),
+    and waits once, at its end.
     """
     jax.block_until_ready(program(shared, inputs))
     ops = len(inputs) * (loops_here() if loops is None else loops)
-    launches = -(-min_ops // ops)
+    if min_ms is None:
+        min_ms = MIN_MS_ON_GPU if jax.default_backend() == "gpu" else 0.0
+    start = time.perf_counter()
+    jax.block_until_ready(program(shared, inputs))
+    once = time.perf_counter() - start
+    launches = max(-(-min_ops // ops), math.ceil(min_ms / 1e3 / once))
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()

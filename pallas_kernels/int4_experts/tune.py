@@ -181,7 +181,7 @@ class Cell:
         return [one[:2] for one in inputs] if part == "gate_up" else inputs
 
     def _time(self, program: Any, inputs: list[Any], repetitions: int) -> float:
-        options = {"repetitions": repetitions, "min_ops": self._ops, "loops": self._loops}
+        options = {"repetitions": repetitions, "min_ops": self._ops, "min_ms": 0.0, "loops": self._loops}
         return timing.measure(program, (self._experts(),), inputs, **options).median_us
 
     @functools.cached_property

@@ -91,7 +91,9 @@ def search(
                 row["config"] = dataclasses.asdict(config)
                 try:
                     program, shared, inputs = future.result()
-                    row |= measured(case, timing.measure(program, shared, inputs, repetitions=4, min_ops=24))
+                    row |= measured(
+                        case, timing.measure(program, shared, inputs, repetitions=4, min_ops=24, min_ms=4.0)
+                    )
                     row["error"] = error(data, program(shared, inputs)[-1], len(inputs) - 1)
                 except Exception as failure:  # a candidate that does not fit is a result, not the end of the search
                     row["failed"] = str(failure).splitlines()[0][:200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,20 @@ def test_time_is_per_op_not_per_program():
     sixteen = timing.time_op(op, shared, [(jnp.full((n, n), float(i)),) for i in range(16)], repetitions=5, min_ops=1)
     assert 0 < one.min_us <= one.median_us
     assert sixteen.median_us < 8 * one.median_us
+
+
+def test_a_repetition_lasts_long_enough_that_waiting_for_it_does_not_count():
+    ran = []
+
+    def program(shared, inputs):
+        time.sleep(0.001)
+        ran.append(inputs)
+
+    timing.measure(program, (), [(1,)], repetitions=3, min_ops=4, min_ms=0.0, loops=1)
+    assert len(ran) == 2 + 3 * 4  # one to warm up, one to see how long it takes
+    ran.clear()
+    timing.measure(program, (), [(1,)], repetitions=3, min_ops=4, min_ms=10.0, loops=1)
+    assert 2 + 3 * 5 <= len(ran) <= 2 + 3 * 10
 
 
 def test_ceilings_are_positive_rates():
