@@ -22,7 +22,7 @@ from kdjax.model.runtime import Runtime
 from kdjax.sharding import make_mesh, place, shardings
 from kdjax.tree import candidates
 
-WEIGHT_FIRST = {"xla_cpu_experimental_ynn_fusion_type": ""}
+WEIGHT_FIRST: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """Eigen's products instead of YNN's. With the weight on the left, a round with a tree takes 0.9 of the time, a row as
 long as before; and YNN makes kernels at first use, which would count as decoding."""
 
@@ -30,7 +30,7 @@ long as before; and YNN makes kernels at first use, which would count as decodin
 class Compiled:
     """Programs of one capacity, compiled side by side: the first prompt does not wait for the decode program."""
 
-    def __init__(self, prefill: jax.stages.Lowered, decode: jax.stages.Lowered, options: dict[str, str]):
+    def __init__(self, prefill: jax.stages.Lowered, decode: jax.stages.Lowered, options: dict[str, str | bool]):
         """`options` are the compiler's for decoding."""
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             self._prefill = pool.submit(prefill.compile)
