@@ -153,14 +153,20 @@ def small_nano():
     return msgspec.structs.replace(config, target=target, drafter=drafter, data=data)
 
 
-def test_export_keeps_the_codes_of_training(tmp_path, random_params):
+def exported(folder, random_params):
+    """The configuration and router bias of random weights that went through the export."""
     config = small_nano()
     params = random_params(network.init_params, config.target)
     bias = jax.random.normal(jax.random.key(1), network.init_router_bias(config.target).shape)
-    save_tree(tmp_path / "target.safetensors", network.freeze(config.target, params, bias))
+    save_tree(folder / "target.safetensors", network.freeze(config.target, params, bias))
     drafter = random_params(draft_network.init_params, config.drafter)
-    save_tree(tmp_path / "drafter.safetensors", jax.tree.map(lambda w: w.astype(jnp.bfloat16), drafter))
-    export.run(config, tmp_path)
+    save_tree(folder / "drafter.safetensors", jax.tree.map(lambda w: w.astype(jnp.bfloat16), drafter))
+    export.run(config, folder)
+    return config, bias
+
+
+def test_export_keeps_the_codes_of_training(tmp_path, random_params):
+    config, bias = exported(tmp_path, random_params)
 
     runtime = Runtime(compute_dtype="bfloat16", cache_dtype="bfloat16")
     loaded = load_target(tmp_path / "export" / "target", runtime)
@@ -175,16 +181,10 @@ def test_export_keeps_the_codes_of_training(tmp_path, random_params):
 
 
 def test_a_restored_target_is_the_one_that_was_exported(tmp_path, random_params):
-    config = small_nano()
-    params = random_params(network.init_params, config.target)
-    bias = jax.random.normal(jax.random.key(1), network.init_router_bias(config.target).shape)
-    save_tree(tmp_path / "target.safetensors", network.freeze(config.target, params, bias))
-    drafter = random_params(draft_network.init_params, config.drafter)
-    save_tree(tmp_path / "drafter.safetensors", jax.tree.map(lambda w: w.astype(jnp.bfloat16), drafter))
-    export.run(config, tmp_path)
+    config, _ = exported(tmp_path, random_params)
 
-    exported = ModelSection(target=str(tmp_path / "export" / "target"))
-    config = msgspec.structs.replace(config, evaluate=msgspec.structs.replace(config.evaluate, model=exported))
+    source = ModelSection(target=str(tmp_path / "export" / "target"))
+    config = msgspec.structs.replace(config, evaluate=msgspec.structs.replace(config.evaluate, model=source))
     again = tmp_path / "again"
     again.mkdir()
     restore.run(config, again)
