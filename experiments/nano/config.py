@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kdjax.config.generate import ModelSection
 from kdjax.config.model import DrafterConfig, ModelConfig
@@ -84,12 +85,19 @@ class SelfDataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class DraftTrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafter training: `anchors` blocks per 512 tokens; loss weight exp(-(k-1)/gamma) for slot k (DFlash)."""
+    """Drafter training: `anchors` blocks per 512 tokens; loss weight exp(-(k-1)/gamma) for slot k (DFlash).
+
+    What is learnt is the target's distribution at `teacher_temperature`: below 1, a drafter for colder decoding, whose
+    probabilities are those of greedy text rather than of sampled text. `start` is a drafter of the same shape whose
+    weights to begin with (a checkpoint folder or bundled:NAME); without it they are random.
+    """
 
     train: TrainConfig
     anchors: int = 64
     gamma: float = 4.0
     self_share: float = 0.6
+    teacher_temperature: Annotated[float, Meta(gt=0)] = 1.0
+    start: str | None = None
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,12 @@ from experiments.nano.config import Attention, NanoConfig, Phase
 from experiments.nano.data import domain_shares, read_corpus, windows
 from experiments.nano.state import load_dict, save_tree
 from experiments.nano.trainer import train
+from kdjax.bundled.locate import locate
+from kdjax.checkpoint import load_drafter
+from kdjax.config.generate import ModelSection
+from kdjax.errors import KdjaxError
 from kdjax.evaluate.loops import looping
+from kdjax.model.runtime import Runtime
 
 
 def block_logits(
@@ -35,10 +40,22 @@ def block_logits(
     return network.logits(target, hidden), network.logits(target, target_hidden)
 
 
+def draft_loss(
+    draft: Float[Array, "*blocks slot vocab"],
+    teacher: Float[Array, "*blocks slot vocab"],
+    gamma: float,
+    temperature: float,
+) -> Float[Array, ""]:
+    """Cross entropy to softmax(teacher / temperature), slot k weighted exp(-(k-1)/gamma) (DFlash, section 3.3)."""
+    ce = -jnp.sum(jax.nn.softmax(teacher / temperature) * jax.nn.log_softmax(draft), -1)
+    weight = jnp.exp(-jnp.arange(ce.shape[-1]) / gamma)
+    return jnp.mean(jnp.sum(ce * weight, -1)) / jnp.sum(weight)
+
+
 def loss_fn(
     config: NanoConfig, attention: Attention, params: Any, state: Any, key: Array, phase: Phase
 ) -> tuple[Float[Array, ""], tuple[Any, dict[str, Array]]]:
-    """Cross entropy to the target's distribution, slot k weighted exp(-(k-1)/gamma) (DFlash, section 3.3)."""
+    """`draft_loss` at random anchors of random windows."""
     draw, place = jax.random.split(key)
     extra, (target, bias, data) = state
     tokens = data.sample(draw, phase.batch, phase.seq_len)
@@ -46,19 +63,32 @@ def loss_fn(
     anchors = config.train_drafter.anchors * phase.seq_len // 512
     anchor = jax.random.randint(place, (phase.batch, anchors), 1, phase.seq_len - size)
     draft, teacher = block_logits(config, params, target, bias, tokens, anchor, attention)
-    log_q = jax.nn.log_softmax(draft)
-    p = jax.nn.softmax(teacher)
-    ce = -jnp.sum(p * log_q, -1)
-    weight = jnp.exp(-jnp.arange(size - 1) / config.train_drafter.gamma)
-    loss = jnp.mean(jnp.sum(ce * weight, -1)) / jnp.sum(weight)
+    loss = draft_loss(draft, teacher, config.train_drafter.gamma, config.train_drafter.teacher_temperature)
     same = jnp.argmax(draft, -1) == jnp.argmax(teacher, -1)
     accuracy = jnp.mean(same.astype(jnp.float32), (0, 1))
     run = jnp.mean(jnp.sum(jnp.cumprod(same.astype(jnp.float32), -1), -1)) + 1.0
     return loss, (extra, {"slot1": accuracy[0], "slot3": accuracy[2], "slot7": accuracy[-1], "tau": run})
 
 
+def first_params(config: NanoConfig) -> Any:
+    """The weights that training begins with: random ones, or those of the checkpoint `train_drafter.start`.
+
+    Raises KdjaxError for an unusable checkpoint, or one of another shape than `drafter`.
+    """
+    start = config.train_drafter.start
+    if start is None:
+        return draft_network.init_params(config.drafter, jax.random.key(config.train_drafter.train.seed))
+    source = locate(ModelSection(target=config.evaluate.model.target, drafter=start), needs_drafter=True)[1]
+    assert source is not None
+    loaded = load_drafter(source, Runtime(compute_dtype="bfloat16", cache_dtype="bfloat16"), config.target)
+    if loaded.config != config.drafter:
+        raise KdjaxError(f"train_drafter.start={start!r} has another shape than [drafter]: give one of its shape")
+    return jax.tree.map(lambda w: w.astype(jnp.float32), loaded.params)
+
+
 def run(config: NanoConfig, folder: pathlib.Path) -> None:
     """Reads `folder/target.safetensors`; writes `folder/drafter.safetensors`."""
+    first = first_params(config)
     frozen = load_dict(folder / "target.safetensors")
     target, bias = jax.tree.map(jnp.asarray, network.thaw(config.target, frozen))
     corpus = read_corpus(config.data, "train")
@@ -90,7 +120,7 @@ def run(config: NanoConfig, folder: pathlib.Path) -> None:
 
     state = train(
         settings,
-        draft_network.init_params(config.drafter, jax.random.key(settings.seed)),
+        first,
         jnp.zeros(()),
         lambda params, state, key, phase: loss_fn(config, settings.attention, params, state, key, phase),
         folder / "drafter",

@@ -1,7 +1,7 @@
-"""Measure kernels and whole decode steps on the devices at hand.
+"""Measure kernels, whole decode steps and the reading of prompts on the devices at hand.
 
-`step` times a round of speculative decoding and its stages with random weights made on the device; the other benches
-take the options of their modules, which `kdjax bench NAME --help` lists.
+`step` times a round of speculative decoding and its stages, `ttft` the time to a prompt's first token, both with random
+weights made on the device; the other benches take the options of their modules, which `kdjax bench NAME --help` lists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +20,9 @@ from kdjax.cli.interrupt import Interrupt
 from kdjax.cli.start import configure_jax
 from kdjax.config import Cluster, ModelPair, load
 from kdjax.errors import KdjaxError
+
+if TYPE_CHECKING:
+    from kdjax.bench.subject import Subject
 
 KERNELS = {
     "moe": ("pallas_kernels.int4_experts.bench", "a layer of routed INT4 experts"),
@@ -37,16 +40,11 @@ TREE_ROWS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="step|gaps|" + "|".join(KERNELS), required=True)
+    actions = parser.add_subparsers(metavar="step|ttft|gaps|" + "|".join(KERNELS), required=True)
     step = actions.add_parser(
         "step", help="a round of decoding, its stages, and how near its floor it is", allow_abbrev=False
     )
-    step.add_argument("model", type=Path, metavar="MODEL", help="configs/models/NAME.toml")
-    where = step.add_mutually_exclusive_group()
-    where.add_argument(
-        "--rank-of", type=Path, metavar="FILE", help="mesh file: one device's share of it, its exchanges left out"
-    )
-    where.add_argument("--mesh", type=Path, metavar="FILE", help="mesh file: on all its devices; default one device")
+    _add_subject(step)
     step.add_argument("--context", type=options.at_least(1), default=4096, metavar="N", help="default %(default)s")
     step.add_argument(
         "--tokens",
@@ -57,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a verify forward, STREAMSxTOKENS for several streams; above 64, N means streams of 8; "
         "default 1 8 32 10x8",
     )
-    step.add_argument("--layers", type=options.at_least(1), metavar="N", help="target layers, default as configured")
     step.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but trace")
     step.add_argument(
         "--component-layers",
@@ -67,14 +64,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layers from which the parts of a verify forward are scaled up, default %(default)s",
     )
     step.add_argument("--trace", type=Path, metavar="DIR", help="profile some rounds; for the part trace")
-    step.add_argument("--backend", choices=("triton", "xla", "interpret"), help="kernels; default triton on a GPU")
-    step.add_argument(
-        "--seconds", type=options.at_least(1), default=3600, metavar="N", help="start no measurement after this long"
-    )
     step.add_argument("--threads", type=options.at_least(1), default=16, metavar="N", help="programs compiled at once")
-    step.add_argument("--smoke", action="store_true", help="a hundredth of the model, to try the measurement itself")
-    step.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, written after every measurement")
     step.set_defaults(action=_step)
+
+    ttft = actions.add_parser("ttft", help="time to the first token of a prompt", allow_abbrev=False)
+    _add_subject(ttft)
+    ttft.add_argument(
+        "--prompts",
+        type=options.at_least(1),
+        nargs="+",
+        default=[8192, 32768, 200_000],
+        metavar="N",
+        help="their lengths in tokens, default 8192 32768 200000",
+    )
+    ttft.add_argument(
+        "--chunk", type=options.at_least(1), default=4096, metavar="N", help="tokens per forward, default %(default)s"
+    )
+    ttft.set_defaults(action=_ttft)
 
     gaps = actions.add_parser("gaps", help="where a profiled GPU waited: its largest gaps", allow_abbrev=False)
     gaps.add_argument("trace", type=Path, metavar="DIR", help="folder of a profile")
@@ -86,6 +92,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kernel = actions.add_parser(name, help=summary, add_help=False, prefix_chars="\0")
         kernel.add_argument("arguments", nargs=argparse.REMAINDER)
         kernel.set_defaults(action=_kernel, bench=name, module=module)
+
+
+def _add_subject(parser: argparse.ArgumentParser) -> None:
+    """What is measured, for how long, and where the result goes."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="configs/models/NAME.toml")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--rank-of", type=Path, metavar="FILE", help="mesh file: one device's share of it, its exchanges left out"
+    )
+    where.add_argument("--mesh", type=Path, metavar="FILE", help="mesh file: on all its devices; default one device")
+    parser.add_argument("--layers", type=options.at_least(1), metavar="N", help="target layers, default as configured")
+    parser.add_argument("--backend", choices=("triton", "xla", "interpret"), help="kernels; default triton on a GPU")
+    parser.add_argument(
+        "--seconds", type=options.at_least(1), default=3600, metavar="N", help="start no measurement after this long"
+    )
+    parser.add_argument("--smoke", action="store_true", help="a hundredth of the model, to try the measurement itself")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, written after every measurement")
 
 
 def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
@@ -123,20 +146,16 @@ def _gaps(args: argparse.Namespace) -> int:
     return 0
 
 
-def _step(args: argparse.Namespace) -> int:
-    deadline = time.monotonic() + args.seconds
-    if "trace" in args.parts and args.trace is None:
-        raise KdjaxError("--parts trace needs a folder: give --trace DIR")
+def _subject(args: argparse.Namespace) -> tuple[Subject, Cluster | None, dict[str, Any]]:
+    """What is measured, its mesh file, and what a result says of both."""
     file = args.rank_of or args.mesh
     pair, cluster = load(ModelPair, args.model), load(Cluster, file) if file else None
     configure_jax(compilation_cache=True)
     import jax
 
-    from kdjax.bench import step
     from kdjax.bench.subject import Subject, hundredth
     from kdjax.checkpoint.synth import shorten
     from kdjax.config import ONE_DEVICE
-    from kdjax.plan import Workload
     from pallas_kernels import timing
 
     if args.smoke:
@@ -147,17 +166,34 @@ def _step(args: argparse.Namespace) -> int:
     mesh = cluster.mesh if cluster else ONE_DEVICE
     backend = args.backend or ("triton" if jax.default_backend() == "gpu" else "xla")
     subject = Subject.of(pair, mesh, backend, jax.devices(), rank=args.rank_of is not None)
+    return (
+        subject,
+        cluster,
+        {
+            **timing.device_facts(),
+            "subject": f"one rank's share of {mesh.devices} devices, alone" if subject.rank_of else "the whole model",
+            "weights": "random, made on the device",
+            "model": args.model.stem + (" (smoke)" if args.smoke else ""),
+            "layers": pair.target.num_hidden_layers,
+            "mesh": msgspec.to_builtins(mesh),
+            "backend": backend,
+        },
+    )
+
+
+def _step(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.seconds
+    if "trace" in args.parts and args.trace is None:
+        raise KdjaxError("--parts trace needs a folder: give --trace DIR")
+    subject, cluster, header = _subject(args)
+    import jax
+
+    from kdjax.bench import step
+    from kdjax.plan import Workload
+    from pallas_kernels import timing
+
     device = cluster.device if cluster else None
     workloads = [Workload(args.context, streams, rows - 1) for streams, rows in args.tokens]
-    header: dict[str, Any] = {
-        **timing.device_facts(),
-        "subject": f"one rank's share of {mesh.devices} devices, alone" if subject.rank_of else "the whole model",
-        "weights": "random, made on the device",
-        "model": args.model.stem + (" (smoke)" if args.smoke else ""),
-        "layers": pair.target.num_hidden_layers,
-        "mesh": msgspec.to_builtins(mesh),
-        "backend": backend,
-    }
     old = step.kept_rows(args.out, header)
     settings = step.Settings(
         tuple(args.parts), args.component_layers, args.threads, args.trace if "trace" in args.parts else None
@@ -171,6 +207,30 @@ def _step(args: argparse.Namespace) -> int:
         print(f"{case} tokens: {stage} {ms:.4f} ms", file=sys.stderr, flush=True)
         for device_idle in rows[-1].get("idle", ()):
             print(f"{device_idle['device']}: idle {device_idle['idle_fraction']:.1%}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _ttft(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.seconds
+    subject, _, header = _subject(args)
+    longest = subject.pair.target.max_position_embeddings
+    if (asked := max(args.prompts)) > longest:
+        raise KdjaxError(f"--prompts {asked} exceeds the model's max_position_embeddings={longest}: give shorter ones")
+
+    from kdjax.bench import prompt
+    from pallas_kernels import timing
+
+    budget = 0 if subject.pair.drafter is None else subject.pair.drafter.block_size - 1
+    rows = []
+    for row in prompt.measure(subject, args.prompts, args.chunk, budget, deadline):
+        rows.append(row)
+        timing.write_rows(args.out, rows, **header)
+        print(
+            f"{row['prompt']} tokens: first token after {row['time_to_first_token_ms']:.1f} ms, "
+            f"longest chunk {row['longest_chunk_ms']:.1f} ms",
+            file=sys.stderr,
+            flush=True,
+        )
     return 0
 
 

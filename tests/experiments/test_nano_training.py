@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from experiments.nano import draft_network, export, network, optim, restore, trainer
+from experiments.nano import draft_network, export, network, optim, restore, train_drafter, trainer
 from experiments.nano.config import DataConfig, NanoConfig, OptimizerConfig, Phase, TrainConfig
 from experiments.nano.data import domain_shares, read_corpus, windows
 from experiments.nano.state import load_dict, load_tree, save_tree
@@ -195,3 +195,33 @@ def test_a_restored_target_is_the_one_that_was_exported(tmp_path, random_params)
     other = msgspec.structs.replace(config, target=msgspec.structs.replace(config.target, num_experts_per_tok=1))
     with pytest.raises(KdjaxError, match="another shape"):
         restore.run(other, again)
+
+
+def test_a_drafter_is_trained_on_from_a_checkpoint_of_its_shape(tmp_path, random_params):
+    config, _ = exported(tmp_path, random_params)
+    exported_to = tmp_path / "export"
+
+    def starting_at(folder, drafter=config.drafter):
+        settings = msgspec.structs.replace(config.train_drafter, start=str(folder))
+        evaluate = msgspec.structs.replace(config.evaluate, model=ModelSection(target=str(exported_to / "target")))
+        return msgspec.structs.replace(config, train_drafter=settings, evaluate=evaluate, drafter=drafter)
+
+    first = train_drafter.first_params(starting_at(exported_to / "drafter"))
+    saved = load_dict(tmp_path / "drafter.safetensors")
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(np.float32)), first, saved)
+    assert {leaf.dtype for leaf in jax.tree.leaves(first)} == {np.dtype(np.float32)}
+    with pytest.raises(KdjaxError, match="another shape"):
+        wider = msgspec.structs.replace(config.drafter, intermediate_size=320)
+        train_drafter.first_params(starting_at(exported_to / "drafter", wider))
+
+
+def test_the_draft_loss_is_the_cross_entropy_to_the_teacher_at_its_temperature():
+    draft, teacher = np.random.default_rng(0).normal(size=(2, 3, 7, 11))
+    q = np.exp(draft) / np.exp(draft).sum(-1, keepdims=True)
+    for temperature in (1.0, 0.25):
+        p = np.exp(teacher / temperature)
+        p /= p.sum(-1, keepdims=True)
+        weight = np.exp(-np.arange(7) / 6.0)
+        expected = -((p * np.log(q)).sum(-1) * weight).sum(-1).mean() / weight.sum()
+        found = train_drafter.draft_loss(jnp.asarray(draft), jnp.asarray(teacher), 6.0, temperature)
+        assert float(found) == pytest.approx(expected, rel=1e-5)
