@@ -141,7 +141,7 @@ def forward(
     latent, routing, tapped = [], [], {}
     for i, block in enumerate(model.layers):
         with jax.named_scope(f"layer_{i}"):
-            x, rows, chosen = block(x, cache.latent[i], step)
+            x, rows, chosen = _layer(*nnx.split(block), x, cache.latent[i], step)
         latent.append(rows)
         if chosen is not None:
             routing.append(chosen)
@@ -149,6 +149,19 @@ def forward(
             tapped[i] = x
     tap_features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else x[..., :0]
     return Forward(model.norm(x), tap_features, KVCache(tuple(latent), cache.lengths), tuple(routing))
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _layer(
+    graph: nnx.GraphDef,
+    weights: Any,
+    x: Float[Array, "slots q hidden"],
+    rows: Float[Array, "slots rows width"],
+    step: Step,
+) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"], Int32[Array, "slots q top_k"] | None]:
+    """A `Block`. As a function of its own it is traced and lowered once for all layers that are alike, which is most of
+    the time until compilation begins; XLA inlines it."""
+    return nnx.merge(graph, weights)(x, rows, step)
 
 
 def modules(params: Params, config: ModelConfig, runtime: Runtime) -> K2:
