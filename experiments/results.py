@@ -88,18 +88,15 @@ KINDS = {
     "tree_attention": Kind(
         "Attention of a draft tree over a cached context",
         "kdjax bench attention --out {file}",
-        "Main kernel and merge, arbitrary tree mask; `us` per call, best of the repetitions. `tuner us` is with the "
-        "tile sizes in use since. `Mosaic us` is the Mosaic GPU kernel's, of a later run. The peer is the best of "
-        "FlashMLA and FlashAttention-3 with a chain, without a mask.",
+        "Main kernel, Triton's or Mosaic's as the table of tile sizes says, and merge, arbitrary tree mask; `us` per "
+        "call, best of the repetitions. The peer is the best of FlashMLA and FlashAttention-3 with a chain, without a "
+        "mask.",
         {
             "heads": "heads",
             "tokens": "tokens",
             "streams": "streams",
             "prefix": "prefix",
             "us": "us",
-            "tuner_us": "tuner us",
-            "mosaic_us": "Mosaic us",
-            "triton_us_same_run": "Triton us, same run",
             "chain_peer_us": "best peer, chain, us",
             "read_ceiling_fraction": "of the read ceiling",
             "matmul_peak_fraction": "of the matmul peak",
@@ -114,7 +111,6 @@ KINDS = {
             "tokens": "tokens",
             "prefix": "prefix",
             "us": "us",
-            "tuner_us": "tuner us",
             "tflop_s": "TFLOP/s",
             "matmul_peak_fraction": "of the matmul peak",
         },
@@ -144,6 +140,20 @@ KINDS = {
             "floor_ms": "verify floor ms",
             "verify_ms": "verify ms",
             "round_ms": "round ms",
+        },
+    ),
+    "ttft": Kind(
+        "Time to the first token of a prompt, one rank's share of eight devices",
+        "kdjax bench ttft configs/models/kimi-k2.6.toml --rank-of configs/meshes/h200x8.toml --out {file}",
+        "All 61 layers of Kimi K2.6 with random INT4 weights, alone: without all-reduces. The longest chunk is what "
+        "other streams wait for at most.",
+        {
+            "prompt": "prompt",
+            "chunk": "chunk",
+            "time_to_first_token_ms": "first token after ms",
+            "longest_chunk_ms": "longest chunk ms",
+            "tokens_per_s": "tokens/s",
+            "compile_seconds": "compile s",
         },
     ),
     "load": Kind(
