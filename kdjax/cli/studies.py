@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt, family: Family) -> int:
         for file in files
     ]
     if args.print_config:
-        sys.stdout.write("\n".join(tomli_w.dumps(sweep.document) for sweep in sweeps))
+        sys.stdout.write("\n".join(sweep.toml for sweep in sweeps))
         return 0
     if not args.no_plots:
         from kdjax.run import plot

@@ -62,6 +62,11 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     layout: Literal["fused", "checkpoint"] | None = None
     compilation_cache: bool = True
 
+    @property
+    def left_open(self) -> list[str]:
+        """The keys that are absent, in their order."""
+        return [name for name in RuntimeSection.__struct_fields__ if getattr(self, name) is None]
+
 
 class GenerateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `configs/generate/*.toml`: a table for each of the sections, all of them optional."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import tomli_w
 
+from kdjax.config.generate import RuntimeSection
 from kdjax.config.strict import Document, Key, check_keys, struct_of, type_at, without_none
 from kdjax.errors import KdjaxError
 
@@ -33,6 +35,18 @@ class Sweep(NamedTuple):
     """What runs: the value of the file's key `experiment` or `evaluation`."""
     cells: tuple[Cell, ...]
     document: dict[str, Any]
+
+    @property
+    def toml(self) -> str:
+        """`document` as TOML, after comments on what its cells leave to the device."""
+        open_keys: dict[str, dict[str, None]] = {}
+        for section, key in (found for cell in self.cells for found in _left_open(cell.config)):
+            open_keys.setdefault(section, {})[key] = None
+        comments = (
+            f"# what a cell leaves out of [{section}] is chosen by the device: {', '.join(keys)}\n"
+            for section, keys in open_keys.items()
+        )
+        return "".join(comments) + tomli_w.dumps(self.document)
 
 
 def read_sweep(
@@ -120,6 +134,15 @@ def _resolved(
         if key in given or key not in listed:
             filled = put(filled, {key: given.get(key, value)})
     return filled | ({"cells": entries} if listed else {})
+
+
+def _left_open(config: msgspec.Struct, at: Key = ()) -> Iterator[tuple[str, str]]:
+    """Section and key of each setting that the device chooses."""
+    if isinstance(config, RuntimeSection):
+        yield from ((".".join(at), key) for key in config.left_open)
+    for name in config.__struct_fields__:
+        if isinstance(inner := getattr(config, name), msgspec.Struct):
+            yield from _left_open(inner, (*at, name))
 
 
 def _axes(kind: type[msgspec.Struct], tables: dict[str, Any]) -> dict[Key, list[Any]]:

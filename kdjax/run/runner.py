@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import tomli_w
 
 from kdjax.config.sweep import Cell, Sweep
 from kdjax.errors import KdjaxError
@@ -39,7 +38,7 @@ class Run:
 
     def __init__(self, study: Experiment | Evaluation, sweep: Sweep, path: Path) -> None:
         self._study, self._sweep = study, sweep
-        self.folder = RunFolder.open(path, tomli_w.dumps(sweep.document))
+        self.folder = RunFolder.open(path, sweep.toml)
         self._ledger = Ledger(path / "metrics.jsonl")
         if not isinstance(study, Evaluation):
             self._ledger.unfinished.clear()

@@ -87,6 +87,7 @@ def test_run_folder_is_complete(generate, tmp_path):
     generate("--out", str(tmp_path / "run"), "--compare", "x")
     folder = tmp_path / "run"
     assert load(GenerateConfig, folder / "config.toml").decode.budget == 6
+    assert generate("--print-config").out == (folder / "config.toml").read_text()
     assert json.loads((folder / "provenance.json").read_text())["checkpoints"].keys() == {"target", "drafter"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["mode"] for line in lines] == ["tree", "chain", "autoregressive"]
