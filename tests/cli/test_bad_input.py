@@ -43,6 +43,12 @@ def refused(capsys):
         (["generate", "x", "--set", "decode.mode=tre"], "decode.mode = 'tre': not one of its values"),
         (["generate", "x", "--set", "runtime.backend=cuda"], "runtime.backend = 'cuda': not one of its values"),
         (["generate", "x", "--config", "nowhere/x.toml"], "nowhere/x.toml: no such config file"),
+        (
+            ["generate", "x", "--set", "prompt.thinking=true"],
+            "--set prompt.thinking=true: prompt.thinking = true is for chat only: set prompt.chat = true too",
+        ),
+        (["generate", "x", "--set", "prompt.system=be brief"], "prompt.system = 'be brief' is for chat only: set"),
+        (["generate", "x", "--set", "prompt.system="], "prompt.system = '' is for chat only: set"),
         (["generate", ""], "the prompt is empty: there is nothing to continue"),
         (["generate", "-", "-"], "'-' is given more than once"),
         (["generate", "--file", "nowhere.txt"], "nowhere.txt: cannot read the prompt (No such file or directory)"),
