@@ -104,7 +104,11 @@ def test_chat_renders_the_prompt_as_a_user_turn(generate):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--budget", "100000", "x"], "candidates: lower it to at most "),
+        (
+            ["--budget", "100000", "x"],
+            "tree budget 100000 at depth 3 needs more than 100000 candidates: lower it to at most 2726",
+        ),
+        (["--budget", "9" * 20, "x"], "candidates: lower it to at most 2726"),
         (["def f(x): pass\n" * 1000], "the context holds 2048: shorten the prompt"),
         (["-n", "2048", "x"], "lower max_new_tokens to 2047"),
     ],
