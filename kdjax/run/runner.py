@@ -49,6 +49,13 @@ class Run:
         """Why cells failed, by name."""
         return self._ledger.failures
 
+    @property
+    def refusal(self) -> str | None:
+        """The message of the KdjaxError that no cell got past: bad input, not a cell that failed."""
+        kind, _, message = next(iter(self.failures.values()), "").partition(": ")
+        alike = not self._ledger.cells and len(set(self.failures.values())) == 1
+        return message if alike and kind == KdjaxError.__name__ else None
+
     def steps(self) -> Iterator[Step]:
         """Measures the pending cells. A cell that raises is recorded and does not keep the others from running.
 

@@ -11,6 +11,7 @@ import pytest
 
 import experiments
 from kdjax import cli
+from kdjax.errors import KdjaxError
 from kdjax.run import plot
 from kdjax.run.ledger import Ledger
 from tests.cli.conftest import cache as cache
@@ -92,6 +93,29 @@ def test_a_failed_cell_loses_no_other_and_is_tried_again(kdjax, tmp_path):
     finally:
         toy.measure = toy_measure
     assert read(tmp_path / "r", "summary.json")["failed"] == {}
+
+
+def impossible(config):
+    raise KdjaxError("x does not go with units: change either" if config.shift == 0 else f"x = {config.x} is odd: no")
+
+
+def test_what_no_cell_gets_past_is_bad_input(kdjax, tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "measure", impossible)
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert (status, out, err) == (2, "", "kdjax: error: x does not go with units: change either\n")
+    assert not (tmp_path / "r" / "summary.json").exists()
+    status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "shift=1")
+    assert status == 1 and [line.partition(" failed: ")[2] for line in err.splitlines()] == [
+        f"KdjaxError: x = {x} is odd: no" for x in (1, 2, 3, 4)
+    ]
+
+
+def test_a_mistake_of_some_cells_is_told_of_each(kdjax, tmp_path, monkeypatch):
+    measure = toy.measure
+    monkeypatch.setattr(toy, "measure", lambda config: measure(config) if config.x == 3 else impossible(config))
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    said = "failed: KdjaxError: x does not go with units: change either\n"
+    assert status == 1 and err == "".join(f"cell x={x} {said}" for x in (1, 2, 4)) and "x=3 is 10 high" in out
 
 
 def test_a_file_cut_anywhere_gives_the_same_run(kdjax, tmp_path):
