@@ -1,4 +1,4 @@
-"""What the Triton kernels share: padded tile loads, products and exponentials."""
+"""What the Triton kernels share: padded tile loads, sums of partial sums, products and exponentials."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def load(ref, before, rows, between, start, size):
         return plgpu.load(at)
     mask = jnp.broadcast_to((column < size)[None, :], (rows.shape[0], tile(size)))
     return plgpu.load(at, mask=mask, other=0.0)
+
+
+def total(parts, token, column, inside, dtype):
+    """A product's values from its partial sums, a power of two of them; rounded as its result would be; float32.
+
+    One load and a reduction: Triton passes each of several loads through shared memory where a dot follows.
+    """
+    part = jnp.arange(parts.shape[0], dtype=jnp.int32).reshape(-1, *[1] * inside.ndim)
+    token, column = (jnp.broadcast_to(index, inside.shape)[None] for index in (token, column))
+    mask = jnp.broadcast_to(inside[None], (parts.shape[0], *inside.shape))
+    each = plgpu.load(parts.at[part, token, column], mask=mask, other=0.0)
+    return jnp.sum(each, axis=0).astype(dtype).astype(jnp.float32)
 
 
 def dot(a, b):

@@ -28,7 +28,8 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
             {"cell_a": one, "cell_b": other, "metric": metric, **d._asdict(), "significant": d.is_significant}
             for one, other, metric, d in found.rows
         ]
-        changed = {"only_a": found.only_a, "only_b": found.only_b, "provenance": found.changed}
+        settings = {key: {"a": a, "b": b} for key, (a, b) in found.settings.items()}
+        changed = {"settings": settings, "only_a": found.only_a, "only_b": found.only_b, "provenance": found.changed}
         print(json.dumps({"differences": rows, **changed}, ensure_ascii=False))
     else:
         findings.show_comparison(found, findings.page())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def show(summary: dict[str, Any], console: Console, folder: Path) -> None:
 
 
 def show_comparison(found: Comparison, console: Console) -> None:
+    if found.settings:
+        console.print("settings that differ, A -> B:")
+    for key, values in found.settings.items():
+        a, b = ("not set" if value is None else json.dumps(value, ensure_ascii=False) for value in values)
+        console.print(f"  {key}: {a} -> {b}", markup=False, highlight=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("cell")
     tested = any(d.p is not None for *_, d in found.rows)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     except KdjaxError as error:
         raise KdjaxError(options.as_typed(str(error), args.typed)) from error
     if args.print_config:
-        sys.stdout.write(dumps(config))
+        sys.stdout.write(dumps(_settled(config)))
         return 0
     texts = prompts.read(args.prompts, args.file)
     modes = _modes(config.decode.mode, compare=args.compare)
@@ -103,14 +103,13 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     with margin.status(starting) as status, contextlib.ExitStack() as processes:
         configure_jax(compilation_cache=config.runtime.compilation_cache)
         from kdjax.cli.session import Session
-        from kdjax.model.runtime import settled
         from kdjax.sharding import joined
 
         speaks = processes.enter_context(joined(args.processes, f"{dumps(config)}{texts}{modes}"))
         if not speaks:
             status.stop()
             margin.quiet, page = True, Console(file=io.StringIO())
-        config = msgspec.structs.replace(config, runtime=settled(config.runtime, config.mesh))
+        config = _settled(config)
         session = Session(config, target, drafter, texts, progress_in(status))
         if note := session.chain_note:
             margin.print(note, soft_wrap=True)
@@ -132,6 +131,13 @@ def _mesh(file: Path | None) -> list[str]:
         return []
     mesh = load(Cluster, file).mesh
     return [f"mesh.{name}={json.dumps(getattr(mesh, name))}" for name in mesh.__struct_fields__]
+
+
+def _settled(config: GenerateConfig) -> GenerateConfig:
+    """With all that the config leaves to the device. Imports JAX."""
+    from kdjax.model.runtime import settled
+
+    return msgspec.structs.replace(config, runtime=settled(config.runtime, config.mesh))
 
 
 def _modes(chosen: str, *, compare: bool) -> list[str]:

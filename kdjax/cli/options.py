@@ -15,7 +15,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action=Override, dest="overrides", metavar="KEY=VALUE", help="override one key, e.g. decode.budget=31"
     )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config as TOML and stop")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print as TOML what would run on this device, and stop"
+    )
 
 
 class Override(argparse.Action):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt, family: Family) -> int:
         for file in files
     ]
     if args.print_config:
-        sys.stdout.write("\n".join(tomli_w.dumps(sweep.document) for sweep in sweeps))
+        sys.stdout.write("\n".join(sweep.toml for sweep in sweeps))
         return 0
     if not args.no_plots:
         from kdjax.run import plot
@@ -122,6 +121,7 @@ def _run_one(family: Family, sweep: Sweep, folder: Path, interrupt: Interrupt, *
     with Progress(*columns, TimeRemainingColumn(), console=margin, disable=not margin.is_terminal) as progress:
         cells = progress.add_task(sweep.name, total=len(run.pending))
         units = progress.add_task("units", visible=False)
+        untold: list[str] = []
         for step in interrupt.iterate(run.steps()):
             progress.update(cells, description=f"{sweep.name}: {step.cell}", advance=int(step.ended))
             if step.of:
@@ -129,10 +129,16 @@ def _run_one(family: Family, sweep: Sweep, folder: Path, interrupt: Interrupt, *
             elif not step.ended:
                 progress.reset(units, visible=False)
             if step.ended and step.cell in run.failures:
-                margin.print(f"cell {step.cell} failed: {run.failures[step.cell]}", style="red", soft_wrap=True)
+                untold.append(step.cell)
+            if step.ended and not run.refusal:
+                for cell in untold:
+                    margin.print(f"cell {cell} failed: {run.failures[cell]}", style="red", soft_wrap=True)
+                untold.clear()
     if interrupt.pressed:
         margin.print(f"interrupted; the same command continues in {folder}", soft_wrap=True)
         return EXIT_INTERRUPTED
+    if run.refusal:
+        raise KdjaxError(run.refusal)
     summary = run.summarise(plot=plot)
     findings.show(summary, findings.page(), folder)
     return EXIT_FAILED_CELLS if run.failures else 0

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from kdjax.config.decode import AtLeast1, DecodeConfig
 from kdjax.config.mesh import ONE_DEVICE, MeshConfig
 from kdjax.config.model import DrafterOverrides
+from kdjax.errors import KdjaxError
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,11 +26,23 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class PromptSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`chat` renders the prompt as a user turn of the chat template; otherwise the text is continued as it stands."""
+    """`chat` renders the prompt as a user turn of the chat template; otherwise the text is continued as it stands.
+
+    `system` and `thinking` are for chat only.
+
+    Raises:
+        KdjaxError: one of them without `chat`.
+    """
 
     chat: bool = False
     system: str | None = None
     thinking: bool = False
+
+    def __post_init__(self) -> None:
+        without_effect = {"thinking = true": self.thinking, f"system = {self.system!r}": self.system is not None}
+        for setting, is_set in without_effect.items():
+            if is_set and not self.chat:
+                raise KdjaxError(f"prompt.{setting} is for chat only: set prompt.chat = true too, or leave it out")
 
 
 class DecodeSection(DecodeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +74,11 @@ class RuntimeSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     expert_weights: Literal["packed", "dequantized"] | None = None
     layout: Literal["fused", "checkpoint"] | None = None
     compilation_cache: bool = True
+
+    @property
+    def left_open(self) -> list[str]:
+        """The keys that are absent, in their order."""
+        return [name for name in RuntimeSection.__struct_fields__ if getattr(self, name) is None]
 
 
 class GenerateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

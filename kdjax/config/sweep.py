@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import tomli_w
 
+from kdjax.config.generate import RuntimeSection
 from kdjax.config.strict import Document, Key, check_keys, struct_of, type_at, without_none
 from kdjax.errors import KdjaxError
 
@@ -33,6 +35,18 @@ class Sweep(NamedTuple):
     """What runs: the value of the file's key `experiment` or `evaluation`."""
     cells: tuple[Cell, ...]
     document: dict[str, Any]
+
+    @property
+    def toml(self) -> str:
+        """`document` as TOML, after comments on what its cells leave to the device."""
+        open_keys: dict[str, dict[str, None]] = {}
+        for section, key in (found for cell in self.cells for found in _left_open(cell.config)):
+            open_keys.setdefault(section, {})[key] = None
+        comments = (
+            f"# what a cell leaves out of [{section}] is chosen by the device: {', '.join(keys)}\n"
+            for section, keys in open_keys.items()
+        )
+        return "".join(comments) + tomli_w.dumps(self.document)
 
 
 def read_sweep(
@@ -68,7 +82,7 @@ def read_sweep(
     tables = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     _need(tables, f"{file}: cells must be tables: write [[cells]] above each")
     for path, source in document.sources.items():
-        hidden = all(path in dict(_leaves(entry)) for entry in entries)
+        hidden = all(path in dict(leaves(entry)) for entry in entries)
         dotted = ".".join(path)
         _need(not hidden, f"{source}: every table of [[cells]] sets {dotted}: leave them out by --set cells=[]")
     if not smoke:
@@ -80,7 +94,7 @@ def read_sweep(
         axes = _axes(kind, tables)
         if empty := [axis for axis, values in axes.items() if not values]:
             raise KdjaxError(f"{document.source(empty[0])}: {'.'.join(empty[0])} = []: give at least one value")
-        listed = {path: value for path, value in _leaves(entry) if path not in axes}
+        listed = {path: value for path, value in leaves(entry) if path not in axes}
         for values in itertools.product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
             points.append((_in_order(kind, listed | point), document.convert(kind, put(tables, point))))
@@ -113,18 +127,27 @@ def _resolved(
     base: dict[str, Any], entries: list[dict[str, Any]], kind: type[msgspec.Struct], first: msgspec.Struct
 ) -> dict[str, Any]:
     """`base` with the defaults of all keys that it leaves out, and the entries as they were given."""
-    listed = {key for entry in entries for key, _ in _leaves(entry)}
-    given = dict(_leaves(base))
+    listed = {key for entry in entries for key, _ in leaves(entry)}
+    given = dict(leaves(base))
     filled: dict[str, Any] = {}
-    for key, value in _leaves(without_none(msgspec.to_builtins(first))):
+    for key, value in leaves(without_none(msgspec.to_builtins(first))):
         if key in given or key not in listed:
             filled = put(filled, {key: given.get(key, value)})
     return filled | ({"cells": entries} if listed else {})
 
 
+def _left_open(config: msgspec.Struct, at: Key = ()) -> Iterator[tuple[str, str]]:
+    """Section and key of each setting that the device chooses."""
+    if isinstance(config, RuntimeSection):
+        yield from ((".".join(at), key) for key in config.left_open)
+    for name in config.__struct_fields__:
+        if isinstance(inner := getattr(config, name), msgspec.Struct):
+            yield from _left_open(inner, (*at, name))
+
+
 def _axes(kind: type[msgspec.Struct], tables: dict[str, Any]) -> dict[Key, list[Any]]:
     axes = {}
-    for key, value in _leaves(tables):
+    for key, value in leaves(tables):
         if isinstance(value, list) and (not _is_sequence(type_at(kind, key)) or _all_lists(value)):
             axes[key] = value
     return _in_order(kind, axes)
@@ -154,10 +177,11 @@ def _is_sequence(kind: Any) -> bool:
     return any((typing.get_origin(option) or option) in (tuple, list) for option in options)
 
 
-def _leaves(tables: Mapping[str, Any], at: Key = ()) -> Iterator[tuple[Key, Any]]:
+def leaves(tables: Mapping[str, Any], at: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value that is no table, with its key."""
     for key, value in tables.items():
         if isinstance(value, dict):
-            yield from _leaves(value, (*at, key))
+            yield from leaves(value, (*at, key))
         else:
             yield (*at, key), value
 

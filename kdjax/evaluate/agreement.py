@@ -47,6 +47,10 @@ class Side(RuntimeSection, frozen=True, kw_only=True, forbid_unknown_fields=True
     target: str | None = None
     mesh: MeshConfig = ONE_DEVICE
 
+    @property
+    def left_open(self) -> list[str]:
+        return [] if self.engine == "numpy" else super().left_open
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Texts are read in pieces of `window` tokens, each after a start token; at most `pieces` of each text."""

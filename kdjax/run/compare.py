@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kdjax.config.strict import closest
+from kdjax.config.strict import Document, closest
+from kdjax.config.sweep import leaves
 from kdjax.errors import KdjaxError
 from kdjax.run.folder import RunFolder
 from kdjax.run.ledger import Ledger, Record
@@ -17,14 +18,19 @@ class Finished(NamedTuple):
     """What a run left in its folder."""
 
     path: Path
+    config: dict[str, Any]
     metrics: dict[str, Metric]
     cells: dict[str, list[Record]]
     provenance: dict[str, Any]
 
 
 class Comparison(NamedTuple):
-    """`rows`: (cell of A, cell of B, metric, difference). `changed`: provenance that differs between the runs."""
+    """`rows`: (cell of A, cell of B, metric, difference). `changed`: provenance that differs between the runs.
 
+    `settings`: dotted keys of the configs that differ, with the values of A and B; None where a run does not set it.
+    """
+
+    settings: dict[str, tuple[Any, Any]]
     rows: list[tuple[str, str, str, Difference]]
     only_a: list[str]
     only_b: list[str]
@@ -38,7 +44,8 @@ def read_finished(path: Path) -> Finished:
     if not summary or "metrics" not in summary:
         raise KdjaxError(f"{path} holds no finished run of kdjax run: give the folder that its --out named")
     metrics = {name: Metric(**fields) for name, fields in summary["metrics"].items()}
-    return Finished(path, metrics, Ledger(path / "metrics.jsonl").cells, folder.read("provenance.json") or {})
+    config = Document.read(path / "config.toml", lambda _: False).data
+    return Finished(path, config, metrics, Ledger(path / "metrics.jsonl").cells, folder.read("provenance.json") or {})
 
 
 def compare(a: Finished, b: Finished, cells: tuple[str, str] | None = None) -> Comparison:
@@ -68,4 +75,9 @@ def compare(a: Finished, b: Finished, cells: tuple[str, str] | None = None) -> C
     left, right = (
         ([], []) if cells else ([c for c in a.cells if c not in b.cells], [c for c in b.cells if c not in a.cells])
     )
-    return Comparison(rows, left, right, differences(a.provenance, b.provenance))
+    return Comparison(_settings(a.config, b.config), rows, left, right, differences(a.provenance, b.provenance))
+
+
+def _settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    one, other = ({".".join(key): value for key, value in leaves(config)} for config in (a, b))
+    return {key: (one.get(key), other.get(key)) for key in one | other if one.get(key) != other.get(key)}

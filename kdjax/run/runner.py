@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import tomli_w
 
 from kdjax.config.sweep import Cell, Sweep
 from kdjax.errors import KdjaxError
@@ -39,7 +38,7 @@ class Run:
 
     def __init__(self, study: Experiment | Evaluation, sweep: Sweep, path: Path) -> None:
         self._study, self._sweep = study, sweep
-        self.folder = RunFolder.open(path, tomli_w.dumps(sweep.document))
+        self.folder = RunFolder.open(path, sweep.toml)
         self._ledger = Ledger(path / "metrics.jsonl")
         if not isinstance(study, Evaluation):
             self._ledger.unfinished.clear()
@@ -49,6 +48,13 @@ class Run:
     def failures(self) -> dict[str, str]:
         """Why cells failed, by name."""
         return self._ledger.failures
+
+    @property
+    def refusal(self) -> str | None:
+        """The message of the KdjaxError that no cell got past: bad input, not a cell that failed."""
+        kind, _, message = next(iter(self.failures.values()), "").partition(": ")
+        alike = not self._ledger.cells and len(set(self.failures.values())) == 1
+        return message if alike and kind == KdjaxError.__name__ else None
 
     def steps(self) -> Iterator[Step]:
         """Measures the pending cells. A cell that raises is recorded and does not keep the others from running.

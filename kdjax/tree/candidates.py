@@ -43,7 +43,9 @@ def candidates(depth: int, budget: int, top: int) -> Candidates:
     if depth > MAX_DEPTH:
         raise KdjaxError(f"draft depth {depth} exceeds {MAX_DEPTH}: use a drafter with block_size <= {MAX_DEPTH + 1}")
     if not _fits(depth, budget, top):
-        largest = bisect.bisect_left(range(1, budget), True, key=lambda b: not _fits(depth, b, top))
+        # a tree of b nodes is made of b candidates at least
+        tried = range(1, min(budget, MAX_CANDIDATES + 1))
+        largest = bisect.bisect_left(tried, True, key=lambda b: not _fits(depth, b, top))
         raise KdjaxError(
             f"tree budget {budget} at depth {depth} needs more than {MAX_CANDIDATES} candidates: "
             f"lower it to at most {largest}"

@@ -27,7 +27,8 @@ def choose_experts(
     keeps them finite where every selected sigmoid underflows.
 
     Args:
-        logits: those of the experts in the first columns; with a dimension in front, partial sums (`split_matmul_nt`).
+        logits: those of the experts in the first columns; with a dimension in front, a power of two of partial
+            sums (`split_matmul_nt`).
         bias: as many as there are experts.
         top_k: experts per token.
         norm_topk_prob: whether the weights of a token are divided by their sum.

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import tile, total
 
 COLUMNS = 256
 """Of the shared experts' activation, per program."""
@@ -82,24 +82,18 @@ def _activate(token, parts, experts, program, activated):
     inner, dtype = activated.shape[1], activated.dtype
     column = program * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
     inside = column < inner
-    gate, up = (_total(parts, token, first + column, inside).astype(dtype) for first in (experts, experts + inner))
-    gate = gate.astype(jnp.float32)
+    gate, up = (total(parts, token, first + column, inside, dtype) for first in (experts, experts + inner))
     gate = (gate * jax.nn.sigmoid(gate)).astype(dtype)
     # interpret mode also writes where the mask is off: out of bounds then
-    value = (gate.astype(jnp.float32) * up.astype(jnp.float32)).astype(dtype)
+    value = (gate.astype(jnp.float32) * up).astype(dtype)
     plgpu.store(activated.at[token, jnp.where(inside, column, inner)], value, mask=inside)
-
-
-def _total(parts, token, column, inside):
-    each = [plgpu.load(parts.at[i, token, column], mask=inside, other=0.0) for i in range(parts.shape[0])]
-    return functools.reduce(jnp.add, each)
 
 
 def _choose(token, parts, bias, indices, weights, *, normalise, scaling):
     experts, top_k = bias.shape[0], indices.shape[1]
     expert = jnp.arange(tile(experts), dtype=jnp.int32)
     exists = expert < experts
-    scores = jax.nn.sigmoid(_total(parts, token, expert, exists))
+    scores = jax.nn.sigmoid(total(parts, token, expert, exists, jnp.float32))
     left = jnp.where(exists, scores + plgpu.load(bias.at[expert], mask=exists, other=0.0), -jnp.inf)
     rank = jnp.arange(tile(top_k), dtype=jnp.int32)
     chosen, chosen_scores = jnp.zeros_like(rank), jnp.zeros(rank.shape, jnp.float32)

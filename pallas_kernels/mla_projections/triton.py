@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.tiles import SMALLEST_DOT, dot, load, tile
+from pallas_kernels.tiles import SMALLEST_DOT, dot, load, tile, total
 
 TOKENS = SMALLEST_DOT
 """Per program of the products."""
@@ -87,7 +87,7 @@ def _compress(row_ref, parts, q_weight, kv_weight, cos, sin, _, q, cache, *, eps
     @pl.when(pl.program_id(1) == 0)
     def _():
         column, inside = _columns(q_rank)
-        x = _total(parts, token, column, inside, dtype)
+        x = total(parts, token, column, inside, dtype)
         _store(q, (token,), column, _rms_norm(x, q_weight, column, inside, eps), inside)
 
     @pl.when(pl.program_id(1) == 1)
@@ -95,7 +95,7 @@ def _compress(row_ref, parts, q_weight, kv_weight, cos, sin, _, q, cache, *, eps
         row = row_ref[token]
         at, exists = (token // per_slot, row), row < cache.shape[1]
         column, inside = _columns(rank)
-        x = _total(parts, token, q_rank + column, inside, dtype)
+        x = total(parts, token, q_rank + column, inside, dtype)
         _store(cache, at, column, _rms_norm(x, kv_weight, column, inside, eps), inside & exists)
         pair, inside = _columns(half)
         rotated = _rotated(parts, token, q_rank + rank, pair, inside, cos, sin, dtype)
@@ -115,7 +115,7 @@ def _absorb_queries(parts, kv_b, cos, sin, q_latent, q_rope, *, latent_programs)
     @pl.when(program < latent_programs)
     def _():
         column, inside = _columns(nope)
-        q = _total(parts, held, first + column[None, :], exists & inside[None, :], dtype).astype(dtype)
+        q = total(parts, held, first + column[None, :], exists & inside[None, :], dtype).astype(dtype)
         latent = program * LATENT_COLUMNS + jnp.arange(LATENT_COLUMNS, dtype=jnp.int32)[None, :]
         # rows beyond W_UK are finite and times zero; a clamped column would be loaded on its own
         at = kv_b.at[head, jnp.minimum(column, nope - 1)[:, None], latent]
@@ -149,19 +149,6 @@ def _columns(size: int):
     return column, column < size
 
 
-def _total(parts, token, column, inside, dtype):
-    """A product's values, rounded as its result would be; float32.
-
-    One load and a reduction: Triton passes each of several loads through shared memory where a dot follows.
-    """
-    part = jnp.arange(parts.shape[0], dtype=jnp.int32).reshape(-1, *[1] * inside.ndim)
-    shape = (parts.shape[0], *inside.shape)
-    token, column = (jnp.broadcast_to(index, inside.shape)[None] for index in (token, column))
-    mask = jnp.broadcast_to(inside[None], shape)
-    each = plgpu.load(parts.at[part, token, column], mask=mask, other=0.0)
-    return jnp.sum(each, axis=0).astype(dtype).astype(jnp.float32)
-
-
 def _rms_norm(x, weight, column, inside, eps):
     normed = x * lax.rsqrt(jnp.sum(x * x) / weight.shape[0] + eps)
     scale = plgpu.load(weight.at[column], mask=inside, other=0.0)
@@ -170,7 +157,7 @@ def _rms_norm(x, weight, column, inside, eps):
 
 def _rotated(parts, token, first, pair, inside, cos, sin, dtype):
     """The pairs (2i, 2i + 1) of the columns from `first` on, rotated."""
-    even, odd = (_total(parts, token, first + 2 * pair + i, inside, dtype) for i in range(2))
+    even, odd = (total(parts, token, first + 2 * pair + i, inside, dtype) for i in range(2))
     c, s = (plgpu.load(ref.at[token, pair], mask=inside, other=0.0) for ref in (cos, sin))
     return even * c - odd * s, odd * c + even * s
 

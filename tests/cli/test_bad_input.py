@@ -43,6 +43,12 @@ def refused(capsys):
         (["generate", "x", "--set", "decode.mode=tre"], "decode.mode = 'tre': not one of its values"),
         (["generate", "x", "--set", "runtime.backend=cuda"], "runtime.backend = 'cuda': not one of its values"),
         (["generate", "x", "--config", "nowhere/x.toml"], "nowhere/x.toml: no such config file"),
+        (
+            ["generate", "x", "--set", "prompt.thinking=true"],
+            "--set prompt.thinking=true: prompt.thinking = true is for chat only: set prompt.chat = true too",
+        ),
+        (["generate", "x", "--set", "prompt.system=be brief"], "prompt.system = 'be brief' is for chat only: set"),
+        (["generate", "x", "--set", "prompt.system="], "prompt.system = '' is for chat only: set"),
         (["generate", ""], "the prompt is empty: there is nothing to continue"),
         (["generate", "-", "-"], "'-' is given more than once"),
         (["generate", "--file", "nowhere.txt"], "nowhere.txt: cannot read the prompt (No such file or directory)"),
@@ -115,11 +121,13 @@ def test_version_and_help_with_defaults(capsys):
         assert left.value.code == 0 and said in capsys.readouterr().out
 
 
-def test_print_config_shows_what_would_run(capsys):
+def test_print_config_shows_what_would_run(capsys, refused):
     argv = ["generate", "--budget", "7", "--set", "decode.budget=31", "--print-config", "--model", "12"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "budget = 31\n" in out and 'target = "12"\n' in out
+    assert 'compute_dtype = "float32"\n' in out and 'backend = "xla"\n' in out and 'layout = "fused"\n' in out
+    assert "needs an NVIDIA GPU" in refused("generate", "--print-config", "--set", "runtime.backend=triton")
 
 
 def test_help_and_bad_input_do_not_import_jax():
@@ -133,7 +141,6 @@ def test_help_and_bad_input_do_not_import_jax():
         ["bundle", "check", "--help"],
         ["plan", "--help"],
         ["generate", "x", "--budget", "-1"],
-        ["generate", "--print-config"],
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, *argv],

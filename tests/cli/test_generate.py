@@ -87,6 +87,7 @@ def test_run_folder_is_complete(generate, tmp_path):
     generate("--out", str(tmp_path / "run"), "--compare", "x")
     folder = tmp_path / "run"
     assert load(GenerateConfig, folder / "config.toml").decode.budget == 6
+    assert generate("--print-config").out == (folder / "config.toml").read_text()
     assert json.loads((folder / "provenance.json").read_text())["checkpoints"].keys() == {"target", "drafter"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["mode"] for line in lines] == ["tree", "chain", "autoregressive"]
@@ -103,7 +104,11 @@ def test_chat_renders_the_prompt_as_a_user_turn(generate):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--budget", "100000", "x"], "candidates: lower it to at most "),
+        (
+            ["--budget", "100000", "x"],
+            "tree budget 100000 at depth 3 needs more than 100000 candidates: lower it to at most 2726",
+        ),
+        (["--budget", "9" * 20, "x"], "candidates: lower it to at most 2726"),
         (["def f(x): pass\n" * 1000], "the context holds 2048: shorten the prompt"),
         (["-n", "2048", "x"], "lower max_new_tokens to 2047"),
     ],

@@ -47,7 +47,7 @@ def test_overrides_take_toml_values_and_bare_words_and_the_last_one_wins(toml):
 
 
 def test_resolved_config_round_trips(toml):
-    config = load(GenerateConfig, None, ["decode.top_p=0.9", "prompt.system=be brief"])
+    config = load(GenerateConfig, None, ["decode.top_p=0.9", "prompt.chat=true", "prompt.system=be brief"])
     assert load(GenerateConfig, toml(dumps(config))) == config
     assert hash(config) == hash(load(GenerateConfig, toml(dumps(config))))
 

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-import tomli_w
 
 from kdjax.config import GenerateConfig
 from kdjax.config.sweep import read_sweep
@@ -84,9 +83,20 @@ def test_names_do_not_depend_on_the_layout_of_the_file(read):
 @pytest.mark.parametrize("text", [GRID, 'experiment = "made"\n[[cells]]\nrepeats = 5\n[[cells]]\nseed = [1, 2]\n'])
 def test_the_resolved_document_has_every_key_and_gives_the_same_cells(read, text):
     sweep = read(text)
-    again = read(tomli_w.dumps(sweep.document), name="resolved.toml")
+    again = read(sweep.toml, name="resolved.toml")
     assert again.cells == sweep.cells
     assert sweep.document["decode"]["decode"]["rounds_per_call"] == 16
+
+
+def test_the_resolved_file_says_what_is_left_to_the_device(read):
+    """A key that only some cells set is open in the others; what all of them set is not."""
+    text = (
+        'experiment = "made"\n[decode.runtime]\nlayout = "checkpoint"\n'
+        '[[cells]]\ndecode = { runtime = { backend = "xla", cache_dtype = "float32" } }\n'
+        '[[cells]]\ndecode = { runtime = { cache_dtype = "bfloat16" } }\n'
+    )
+    said = "chosen by the device: compute_dtype, expert_weights, backend\n"
+    assert read(text).toml.splitlines(keepends=True)[0] == f"# what a cell leaves out of [decode.runtime] is {said}"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ def test_margins_are_kept_where_the_first_choices_differ():
     assert record["kl_sum"] == sum(record["kl"]) and len(record["kl"]) == 2
 
 
+def test_the_reference_leaves_nothing_to_the_device():
+    assert Side(engine="numpy").left_open == []
+    assert Side(compute_dtype="float32").left_open == ["cache_dtype", "backend", "expert_weights", "layout"]
+
+
 def config(tiny, **sides):
     texts = TextsSection(count=1)
     return Config(model=ModelSection(target=str(tiny / "target")), texts=texts, window=24, pieces=2, **sides)

@@ -96,7 +96,7 @@ def test_without_normalisation_weights_are_scaled_sigmoids(select):
 
 def test_partial_sums_and_columns_of_something_else(select):
     rng = np.random.default_rng(0)
-    parts, bias = rng.normal(size=(3, 5, 20)).astype(np.float32), rng.normal(size=12).astype(np.float32)
+    parts, bias = rng.normal(size=(4, 5, 20)).astype(np.float32), rng.normal(size=12).astype(np.float32)
     rule = dict(top_k=4, routed_scaling_factor=2.0)
     indices, weights = select(jnp.asarray(parts), jnp.asarray(bias), **rule)
     expected = select(jnp.asarray(parts.sum(0)[:, :12]), jnp.asarray(bias), **rule)

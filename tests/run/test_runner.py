@@ -11,6 +11,7 @@ import pytest
 
 import experiments
 from kdjax import cli
+from kdjax.errors import KdjaxError
 from kdjax.run import plot
 from kdjax.run.ledger import Ledger
 from tests.cli.conftest import cache as cache
@@ -92,6 +93,29 @@ def test_a_failed_cell_loses_no_other_and_is_tried_again(kdjax, tmp_path):
     finally:
         toy.measure = toy_measure
     assert read(tmp_path / "r", "summary.json")["failed"] == {}
+
+
+def impossible(config):
+    raise KdjaxError("x does not go with units: change either" if config.shift == 0 else f"x = {config.x} is odd: no")
+
+
+def test_what_no_cell_gets_past_is_bad_input(kdjax, tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "measure", impossible)
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert (status, out, err) == (2, "", "kdjax: error: x does not go with units: change either\n")
+    assert not (tmp_path / "r" / "summary.json").exists()
+    status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "shift=1")
+    assert status == 1 and [line.partition(" failed: ")[2] for line in err.splitlines()] == [
+        f"KdjaxError: x = {x} is odd: no" for x in (1, 2, 3, 4)
+    ]
+
+
+def test_a_mistake_of_some_cells_is_told_of_each(kdjax, tmp_path, monkeypatch):
+    measure = toy.measure
+    monkeypatch.setattr(toy, "measure", lambda config: measure(config) if config.x == 3 else impossible(config))
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    said = "failed: KdjaxError: x does not go with units: change either\n"
+    assert status == 1 and err == "".join(f"cell x={x} {said}" for x in (1, 2, 4)) and "x=3 is 10 high" in out
 
 
 def test_a_file_cut_anywhere_gives_the_same_run(kdjax, tmp_path):
@@ -202,6 +226,17 @@ def test_without_matplotlib_nothing_is_measured(kdjax, tmp_path, monkeypatch):
     assert kdjax("run", "TOML", "--out", tmp_path / "r")[0] == 0
 
 
+def test_compare_names_what_only_one_run_sets(kdjax, tmp_path):
+    kdjax("run", "TOML", "--out", tmp_path / "a")
+    (tmp_path / "toy.toml").write_text('experiment = "toy"\nunits = 3\n[[cells]]\nx = [1, 2]\n[[cells]]\nx = 9\n')
+    kdjax("run", "TOML", "--out", tmp_path / "b")
+    found = json.loads(kdjax("compare", tmp_path / "a", tmp_path / "b", "--json")[1])["settings"]
+    cells = [{"x": [1, 2]}, {"x": 9}]
+    assert found == {"x": {"a": [1, 2, 3, 4], "b": None}, "cells": {"a": None, "b": cells}}
+    said = kdjax("compare", tmp_path / "a", tmp_path / "b")[1]
+    assert '  cells: not set -> [{"x": [1, 2]}, {"x": 9}]\n' in said and said.index("cells:") < said.index(" metric ")
+
+
 def test_compare_gives_paired_differences(kdjax, tmp_path):
     for name, shift in (("a", 0), ("b", 0.5), ("c", 0)):
         kdjax("run", "TOML", "--out", tmp_path / name, "--set", f"shift={shift}")
@@ -210,12 +245,16 @@ def test_compare_gives_paired_differences(kdjax, tmp_path):
     height = next(r for r in rows if (r["cell_a"], r["metric"]) == ("x=1", "height"))
     assert status == 0 and height["paired"] and height["n"] == 3 and height["significant"]
     assert [height[k] for k in ("difference", "low", "high", "change")] == pytest.approx([0.5, 0.5, 0.5, 0.25])
+    assert json.loads(out)["settings"] == {"shift": {"a": 0, "b": 0.5}}
+    assert kdjax("compare", tmp_path / "a", tmp_path / "b")[1].startswith(
+        "settings that differ, A -> B:\n  shift: 0 -> 0.5\n"
+    )
     rows = json.loads(kdjax("compare", tmp_path / "a", tmp_path / "c", "--json")[1])["differences"]
     assert not any(r["significant"] for r in rows if r["metric"] == "height")
     out = kdjax("compare", tmp_path / "a", tmp_path / "a", "--cells", "x=1", "x=2")[1]
     assert "x=1 | x=2" in out and "+3 [+3, +3] * " in out
     out = kdjax("compare", tmp_path / "a", tmp_path / "c")[1]
-    assert "+0 [+0, +0]" in out and "+0 [+0, +0] *" not in out
+    assert "+0 [+0, +0]" in out and "+0 [+0, +0] *" not in out and "settings" not in out
     assert "did you mean x=1?" in kdjax("compare", tmp_path / "a", tmp_path / "a", "--cells", "x=11", "x=2")[2]
     status, _, err = kdjax("compare", tmp_path, tmp_path / "a")
     assert status == 2 and "holds no finished run" in err
