@@ -70,6 +70,18 @@ def test_a_file_cut_anywhere_goes_on_with_what_is_missing(begin, tmp_path):
         assert without_timings(tmp_path / "cut") == without_timings(tmp_path / "whole")
 
 
+def test_a_record_that_the_disk_lost_is_measured_again(begin, tmp_path):
+    finish(begin("whole"))
+    finish(begin("lossy"))
+    file = tmp_path / "lossy" / "metrics.jsonl"
+    first, _, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([first, *others]))
+    toy_units.measured.clear()
+    finish(begin("lossy"))
+    assert toy_units.measured == [(1, "u1")]
+    assert without_timings(tmp_path / "lossy") == without_timings(tmp_path / "whole")
+
+
 def test_a_cell_that_fails_keeps_its_units(begin, tmp_path):
     text = f"{SWEEP}fails = [true]\n"
     run = begin("r", text)
