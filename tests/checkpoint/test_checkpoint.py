@@ -1,6 +1,7 @@
 """Weights in and out: exact round trips, and damage that must be noticed."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -208,6 +209,14 @@ def test_a_truncated_shard_names_file_and_bytes(tmp_path):
         load_target(tmp_path, EXACT)
 
 
+def test_reads_that_come_in_pieces_are_put_together(saved, monkeypatch):
+    """One call of the system gives at most 2 GiB, as of the embedding of K2.6."""
+    preadv = os.preadv
+    monkeypatch.setattr("os.preadv", lambda file, buffers, at: preadv(file, [buffers[0][:500]], at))
+    monkeypatch.setattr(files, "SMALL_READS", 5)
+    assert_equal_trees(load_target(saved, EXACT).params, random_target())
+
+
 def test_absent_shards_are_listed(tmp_path):
     save_target(tmp_path, TARGET, random_target(), max_shard_bytes=20_000)
     shards = sorted(tmp_path.glob("model-*.safetensors"))
@@ -299,6 +308,9 @@ def test_params_that_do_not_fit_their_config_are_not_written(tmp_path):
     experts["up_proj"]["weight"] = int4.encode(np.ones((4, 32, 32), np.float32), 32, "max/7")
     with pytest.raises(KdjaxError, match="32 columns"):
         save_target(tmp_path, TARGET, params)
+    experts["up_proj"]["weight"] = int4.encode(np.ones((4, 32, 64), np.float32), 16, "max/7")
+    with pytest.raises(KdjaxError, match="64 columns in groups of 16, its config 64 in groups of 32"):
+        save_target(tmp_path, TARGET, params)
     experts["up_proj"]["weight"] = packed
     params["norm"]["weight"] = np.ones(65, np.float32)
     with pytest.raises(KdjaxError, match=r"norm.weight is \[65\]"):
@@ -349,8 +361,11 @@ def test_a_pinned_hash_refuses_other_bytes_of_the_same_name(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     load_drafter(tmp_path / "b", EXACT, TARGET, expected_sha256=pinned)
     damage(tmp_path / "b" / "model.safetensors", lambda t: t.update({"norm.weight": t["norm.weight"] * 2}))
-    with pytest.raises(KdjaxError, match=f"expected {pinned}"):
-        load_drafter(tmp_path / "b", EXACT, TARGET, expected_sha256=pinned)
+    with (tmp_path / "a" / "config.json").open("a") as file:
+        file.write("\n")
+    for folder in ("a", "b"):
+        with pytest.raises(KdjaxError, match=f"expected {pinned}"):
+            load_drafter(tmp_path / folder, EXACT, TARGET, expected_sha256=pinned)
 
 
 def test_a_folder_without_a_checkpoint(tmp_path):

@@ -111,7 +111,21 @@ def test_every_byte_is_read_once_whatever_the_mesh(saved, chunked, monkeypatch):
         runs = sorted((offset, nbytes) for other, offset, nbytes in asked if other == name)
         assert [offset for offset, _ in runs] == [sum(n for _, n in runs[:i]) for i in range(len(runs))]
         assert sum(nbytes for _, nbytes in runs) == size
-    assert monitor.total == sum(sizes.values())
+    assert monitor.done == monitor.total == sum(sizes.values())
+    load_target(saved, BF16, monitor=monitor)
+    assert monitor.done == monitor.total == sum(sizes.values())
+
+
+def test_seconds_of_a_load_add_up_by_their_kind(monkeypatch):
+    monitor = Monitor()
+    with monkeypatch.context() as patch:
+        patch.setattr("time.perf_counter", iter(range(99)).__next__)
+        for kind in (monitor.reading, monitor.transferring, monitor.arranging, monitor.reading, monitor.transferring):
+            with kind():
+                pass
+        with monitor.reading():
+            pass
+    assert (monitor.read_s, monitor.transfer_s, monitor.layout_s) == (3, 2, 1)
 
 
 @pytest.mark.parametrize("of", [P(), P("model"), P(None, "model")], ids=["whole", "rows", "columns"])

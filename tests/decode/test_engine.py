@@ -2,11 +2,15 @@
 
 import dataclasses
 import threading
+import time
+import weakref
 
+import jax
 import numpy as np
 import pytest
 
 from kdjax.decode import DecodeConfig, Decoder, Engine, Request
+from kdjax.decode.state import Reason
 from kdjax.errors import KdjaxError
 from tests.decode.models import MODEL, RUNTIME, drafter, target
 
@@ -64,15 +68,32 @@ def test_larger_priorities_are_taken_first_and_equal_ones_in_order(decoder):
     for stream, _ in engine.as_committed(streams):
         order.append(stream.index)
     assert order == [4, 1, 3, 0, 2]
+    order.clear()
+    streams = [engine.submit(request(5, 1), priority=p) for p in (0, 2, 3, 1)]
+    streams[2].cancel()
+    for stream, _ in engine.as_committed(streams):
+        order.append(stream.index - 5)
+    assert order == [2, 1, 3, 0]
 
 
-def test_a_prefix_is_read_once_and_changes_no_token(decoder):
+def test_a_prefix_is_read_once_and_changes_no_token(decoder, monkeypatch):
     shared, tails = TEXT[:35], [(1, 2, 3), (4,), (1, 2, 9, 9), ()]
     requests = [Request(prompt_ids=(*shared, *tail), max_new_tokens=10, seed=i) for i, tail in enumerate(tails)]
+    truths = [decoder.generate([one])[0] for one in requests]
+    prefill, read = decoder.prefill, []
+
+    def counting(compiled, state, slot, one, held):
+        read.append(len(one.prompt_ids) - held)
+        return prefill(compiled, state, slot, one, held)
+
+    monkeypatch.setattr(decoder, "prefill", counting)
     engine = Engine(decoder)
     streams = [engine.submit(one) for one in requests]
-    for one, stream in zip(requests, streams, strict=True):
-        assert stream.result().token_ids == alone(decoder, one)
+    for truth, stream in zip(truths, streams, strict=True):
+        assert stream.result().token_ids == truth.token_ids
+        assert stream.result().statistics == truth.statistics  # the drafter's rows are shared as well
+    assert engine.prompt_tokens.read == sum(read)
+    monkeypatch.undo()
     whole = len(shared) // CHUNK * CHUNK
     total = sum(len(one.prompt_ids) for one in requests)
     assert engine.prompt_tokens == (total - 3 * whole, 3 * whole)
@@ -101,6 +122,66 @@ def test_cancelled_requests_end_at_once_and_free_their_slot(decoder):
     assert waiting.result().token_ids == alone(decoder, waiting.request)
     waiting.cancel()
     assert waiting.result().finish_reason == "length"
+    gone, stays = engine.submit(request(4, 60)), engine.submit(request(5, 9))
+    next(iter(gone))
+    gone.cancel()
+    assert stays.result().token_ids == alone(decoder, stays.request)
+    assert Reason.RUNNING not in engine._batch._state.reason.tolist()
+
+
+def test_what_comes_after_a_cancellation_is_dropped(decoder, monkeypatch):
+    engine = Engine(decoder)
+    stream = engine.submit(request(4, 6))
+    step = engine._batch.step
+    monkeypatch.setattr(engine._batch, "step", lambda: (step(), stream.cancel())[0])
+    assert (stream.result().token_ids, stream.result().finish_reason) == ((), "cancelled")
+
+
+def test_tokens_that_come_while_others_are_taken_are_not_lost(decoder, monkeypatch):
+    stream = Engine(decoder).submit(request(4, 20))
+    take = stream.take
+
+    def slow():
+        taken = take()
+        stream.result()  # as another thread that waits for it
+        return taken
+
+    monkeypatch.setattr(stream, "take", slow)
+    assert tuple(t for piece in stream for t in piece) == alone(decoder, stream.request)
+
+
+def test_others_submit_while_the_device_works(decoder, monkeypatch):
+    engine = Engine(decoder)
+    step, waits = engine._batch.step, []
+
+    def while_another_submits():
+        other = threading.Thread(target=engine.submit, args=(request(4, 1),), daemon=True)
+        other.start()
+        other.join(timeout=20)
+        waits.append(other.is_alive())
+        monkeypatch.undo()
+        return step()
+
+    monkeypatch.setattr(engine._batch, "step", while_another_submits)
+    assert engine.submit(request(4, 1)).result() and waits == [False]
+
+
+def test_a_finished_stream_is_forgotten(decoder):
+    engine = Engine(decoder)
+    stream = engine.submit(request(4, 3))
+    stream.result()
+    forgotten = weakref.ref(stream)
+    del stream
+    assert forgotten() is None
+
+
+def test_seconds_of_streams_one_after_another_fit_into_the_time_that_passed(decoder):
+    engine, began, spent = Engine(decoder), time.perf_counter(), 0.0
+    for one in (request(40, 24), request(33, 24, seed=1), request(35, 24, seed=2)):
+        timings = engine.submit(one).result().timings
+        assert timings.prefill > 0 and timings.decode > 0
+        spent += timings.prefill + timings.decode
+    assert 0 < timings.compile < spent + timings.compile <= time.perf_counter() - began
 
 
 def test_a_refused_request_touches_nothing(decoder):
@@ -145,6 +226,8 @@ def test_a_call_that_fails_ends_what_runs_and_spares_what_waits(decoder, monkeyp
     def once():
         calls.append(0)
         if len(calls) == 1:
+            for leaf in jax.tree.leaves(engine._batch._state):  # donated to the call
+                leaf.delete()
             raise RuntimeError("out of memory\nwhile allocating")
         return launch()
 
@@ -156,6 +239,13 @@ def test_a_call_that_fails_ends_what_runs_and_spares_what_waits(decoder, monkeyp
         assert stream.so_far.token_ids[: len(tokens)] == tokens
     again = engine.submit(running[0].request)
     assert again.result().token_ids == alone(decoder, again.request)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._batch, "_launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit(request(6, 30)).result()
 
 
 def test_streams_are_read_from_many_threads(decoder):

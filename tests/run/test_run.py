@@ -20,7 +20,13 @@ def test_folder_holds_the_resolved_config_and_what_was_measured(tmp_path):
     folder.write("summary.json", {"tau_micro": 2.5})
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"stream": 0}, {"stream": 1, "text": "é\n"}]
-    assert json.loads((folder.path / "summary.json").read_text()) == {"tau_micro": 2.5}
+    (folder.path / "before").hardlink_to(folder.path / "summary.json")
+    folder.write("summary.json", {"tau_micro": 3.5})
+    # in the place of the file, never into it: a kill leaves the old one or the new one
+    assert [json.loads((folder.path / name).read_text())["tau_micro"] for name in ("before", "summary.json")] == [
+        2.5,
+        3.5,
+    ]
     assert not list(folder.path.glob("*.part"))
 
 
@@ -50,8 +56,11 @@ def test_fingerprint_of_a_large_file_reads_its_head_and_size(tmp_path):
         file.truncate(HASHED_WHOLE + 1)
     sparse = fingerprint(tmp_path)
     with shard.open("r+b") as file:
+        file.truncate(HASHED_WHOLE + 2)
+    longer = fingerprint(tmp_path)
+    with shard.open("r+b") as file:
         file.write(b"header")
-    assert fingerprint(tmp_path) != sparse
+    assert len({sparse, longer, fingerprint(tmp_path)}) == 3
 
 
 def test_provenance_is_json_with_versions_devices_and_checkpoints(tmp_path):
@@ -81,6 +90,8 @@ def test_git_revision_tells_a_dirty_tree(tmp_path):
     file.write_text("3")
     other = git_revision(tmp_path)
     assert other is not None and other["commit"] == dirty["commit"] and other["diff_sha256"] != dirty["diff_sha256"]
+    git("add", "a.txt")
+    assert git_revision(tmp_path) == other
 
 
 def test_differences_name_what_a_result_depends_on(tmp_path):
@@ -114,3 +125,24 @@ def test_a_folder_without_results_is_left_to_the_corrected_settings(tmp_path):
     corrected.log({"cell": "a", "unit": "u"})
     with pytest.raises(KdjaxError, match="is of a run with other settings"):
         RunFolder.open(tmp_path, "x = 3\n")
+
+
+def test_what_the_ledger_says_is_on_disk_before_it_says_so(tmp_path, monkeypatch):
+    file, synced = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr("os.fsync", lambda _: synced.append({f.name: f.read_bytes() for f in tmp_path.iterdir()}))
+    ledger = Ledger(file)
+    for change in (
+        lambda: ledger.append("b", {"unit": "u", "pair": (1, 2)}),
+        lambda: ledger.finish("b"),
+        lambda: ledger.add("a", [{"unit": "v", "pair": (3, 4)}]),
+        lambda: ledger.fail("c", "no"),
+    ):
+        change()
+        assert synced[-1] == {"metrics.jsonl": file.read_bytes()}
+        again = Ledger(file)
+        assert (ledger.cells, ledger.unfinished, ledger.failures) == (again.cells, again.unfinished, again.failures)
+    before = file.read_bytes()
+    ledger.arrange("abc")
+    assert synced[-1] == {"metrics.jsonl": before, "metrics.part": file.read_bytes()} and file.read_bytes() != before
+    again = Ledger(file)
+    assert (ledger.cells, ledger.failures) == (again.cells, again.failures)

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 
 import experiments
 from kdjax import cli
+from kdjax.config.sweep import read_sweep
 from kdjax.errors import KdjaxError
 from kdjax.run import plot
 from kdjax.run.ledger import Ledger
+from kdjax.run.runner import Run, Step
 from tests.cli.conftest import cache as cache
 from tests.cli.conftest import foreground as foreground
 from tests.run import toy
@@ -87,6 +90,7 @@ def test_a_failed_cell_loses_no_other_and_is_tried_again(kdjax, tmp_path):
     assert "in measure" in (tmp_path / "r" / "errors.log").read_text()
     ledger = Ledger(tmp_path / "r" / "metrics.jsonl")
     assert len(ledger.cells["fails=false"]) == 3 and "fails=true" not in ledger.cells
+    assert ledger.failures == summary["failed"]
     toy_measure, toy.measure = toy.measure, lambda config: iter([{"unit": "u0", "y": 1.0, "weight": 1}])
     try:
         assert kdjax("run", "TOML", "--out", tmp_path / "r")[0] == 0
@@ -126,6 +130,15 @@ def test_a_file_cut_anywhere_gives_the_same_run(kdjax, tmp_path):
         (tmp_path / "cut" / "metrics.jsonl").write_bytes(whole[:size])
         assert kdjax("run", "TOML", "--out", tmp_path / "cut")[0] == 0
         assert without_timings(tmp_path / "cut") == without_timings(tmp_path / "whole")
+
+
+def test_a_cell_that_was_cut_short_is_measured_as_a_whole(kdjax, tmp_path):
+    kdjax("run", "TOML", "--out", tmp_path / "r")
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))
+    run = Run(toy, read_sweep(tmp_path / "toy.toml", kind_of=lambda _: toy.Config), tmp_path / "r")
+    next(step for step in run.steps() if step == Step("x=1", ended=True))
+    assert [record["unit"] for record in Ledger(metrics).cells["x=1"]] == ["u0", "u1", "u2"]
 
 
 def kill_and_continue(tmp_path, verb, kills):
@@ -258,3 +271,15 @@ def test_compare_gives_paired_differences(kdjax, tmp_path):
     assert "did you mean x=1?" in kdjax("compare", tmp_path / "a", tmp_path / "a", "--cells", "x=11", "x=2")[2]
     status, _, err = kdjax("compare", tmp_path, tmp_path / "a")
     assert status == 2 and "holds no finished run" in err
+
+
+def test_compare_says_what_else_the_runs_differ_in(kdjax, tmp_path, monkeypatch):
+    kdjax("run", "TOML", "--out", tmp_path / "a", "--set", "x=[1,2]")
+    rate = msgspec.structs.replace(toy.METRICS["rate"], per="y")  # another figure under the same name
+    monkeypatch.setitem(toy.METRICS, "rate", rate)
+    kdjax("run", "TOML", "--out", tmp_path / "b", "--set", "x=[2,3]")
+    record = read(tmp_path / "b", "provenance.json")
+    (tmp_path / "b" / "provenance.json").write_text(json.dumps(record | {"devices": ["cuda:H200"]}))
+    found = json.loads(kdjax("compare", tmp_path / "a", tmp_path / "b", "--json")[1])
+    assert (found["only_a"], found["only_b"], found["provenance"]) == (["x=1"], ["x=3"], ["devices"])
+    assert [(row["cell_a"], row["metric"]) for row in found["differences"]] == [("x=2", "height"), ("x=2", "seconds")]

@@ -9,7 +9,7 @@ import pytest
 
 from kdjax.config.sweep import read_sweep
 from kdjax.errors import KdjaxError
-from kdjax.run.experiment import Evaluation
+from kdjax.run.experiment import Evaluation, Inputs
 from kdjax.run.ledger import Ledger
 from kdjax.run.runner import Run, Step
 from tests.run import toy, toy_units
@@ -54,7 +54,8 @@ def test_every_unit_is_on_disk_before_the_next_begins(begin, tmp_path):
         if step == Step("x=2", units=2, of=4):
             break
     ledger = Ledger(tmp_path / "r" / "metrics.jsonl")
-    assert list(ledger.cells) == ["x=1"] and [r["unit"] for r in ledger.unfinished["x=2"]] == ["u3", "u2"]
+    assert [r["unit"] for r in ledger.unfinished["x=2"]] == ["u3", "u2"] and list(ledger.cells) == ["x=1"]
+    assert [r["unit"] for r in ledger.cells["x=1"]] == ["u0", "u1", "u2", "u3"]
 
 
 def test_a_file_cut_anywhere_goes_on_with_what_is_missing(begin, tmp_path):
@@ -68,6 +69,18 @@ def test_a_file_cut_anywhere_goes_on_with_what_is_missing(begin, tmp_path):
         finish(begin("cut"))
         assert len(toy_units.measured) == len(set(toy_units.measured)) == sum(r not in whole[:size] for r in records)
         assert without_timings(tmp_path / "cut") == without_timings(tmp_path / "whole")
+
+
+def test_a_record_that_the_disk_lost_is_measured_again(begin, tmp_path):
+    finish(begin("whole"))
+    finish(begin("lossy"))
+    file = tmp_path / "lossy" / "metrics.jsonl"
+    first, _, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([first, *others]))
+    toy_units.measured.clear()
+    finish(begin("lossy"))
+    assert toy_units.measured == [(1, "u1")]
+    assert without_timings(tmp_path / "lossy") == without_timings(tmp_path / "whole")
 
 
 def test_a_cell_that_fails_keeps_its_units(begin, tmp_path):
@@ -110,3 +123,33 @@ def test_units_are_not_mixed_with_those_of_other_weights(begin, tmp_path):
     (tmp_path / "r" / "metrics.jsonl").unlink()  # nothing is there to be mixed with
     finish(begin("r"))
     assert json.loads((tmp_path / "r" / "provenance.json").read_text())["backend"] == "xla"
+
+
+def test_provenance_keeps_the_start_every_resumption_and_every_checkpoint(begin, tmp_path, monkeypatch):
+    for x in (1, 2):
+        (tmp_path / f"model{x}").mkdir()
+        (tmp_path / f"model{x}" / "config.json").write_text("{}")
+    monkeypatch.setattr(toy_units, "inputs", lambda config: Inputs({"target": tmp_path / f"model{min(config.x, 2)}"}))
+    proof = tmp_path / "r" / "provenance.json"
+    sweep = SWEEP.replace("[1, 2]", "[1, 2, 3]")
+    for units in (1, 2, 3):
+        steps = begin("r", sweep).steps()
+        next(step for step in steps if step.units == units)
+        if units == 1:
+            proof.write_text(json.dumps(json.loads(proof.read_text()) | {"started": "first"}))
+    kept = json.loads(proof.read_text())
+    assert kept["started"] == "first" and len(kept["resumed"]) == 2
+    paths = {role: value["path"] for role, value in kept["checkpoints"].items()}
+    assert paths == {"target": str(tmp_path / "model1"), "target#2": str(tmp_path / "model2")}
+    (tmp_path / "model2" / "config.json").write_text("{ }")
+    with pytest.raises(KdjaxError, match=r"was measured with another checkpoints\.target#2\.fingerprint"):
+        list(begin("r", sweep).steps())
+
+
+def test_a_conclusion_that_fails_is_an_error_unless_cells_failed(begin, monkeypatch):
+    monkeypatch.setattr(toy_units, "conclude", lambda results: [results[2].name])
+    with pytest.raises(IndexError):
+        finish(begin("r"))
+    run = begin("s", f"{SWEEP}fails = [false, true]\n".replace("[1, 2]", "1"))
+    list(run.steps())
+    assert "without the cells that failed (IndexError" in run.summarise(plot=False)["findings"][0]
