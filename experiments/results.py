@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,8 @@ def draw_experts(rows: Rows, figure: Any) -> None:
 
 def draw_attention(rows: Rows, figure: Any) -> None:
     left, right = figure.subplots(1, 2)
-    cases = sorted({(row["heads"], row["streams"], row["tokens"]) for row in rows})
+    prefixes_of = Counter((row["heads"], row["streams"], row["tokens"]) for row in rows)
+    cases = sorted(case for case, prefixes in prefixes_of.items() if prefixes > 1)
     for style, case in enumerate(cases):
         mine = [row for row in rows if (row["heads"], row["streams"], row["tokens"]) == case]
         heads, streams, tokens = case
