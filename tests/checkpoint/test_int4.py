@@ -87,5 +87,6 @@ def test_an_all_zero_group_stays_zero():
 def test_bad_weights_are_refused():
     with pytest.raises(KdjaxError, match="48 columns in groups of 32"):
         int4.quantize(np.zeros((2, 48), np.float32), 32, "max/7")
-    with pytest.raises(KdjaxError, match="NaN"):
-        int4.quantize(np.full((2, 32), np.nan, np.float32), 32, "max/7")
+    for bad in (np.nan, np.inf, -np.inf):
+        with pytest.raises(KdjaxError, match="NaN or infinite"):
+            int4.quantize(np.full((2, 32), bad, np.float32), 32, "max/7")

@@ -158,9 +158,10 @@ def test_a_scale_group_is_never_cut(saved, projection):
         load_target(saved, BF16, shardings=on_mesh(1, 8, cut))
 
 
-def test_scales_must_lie_with_their_weights(saved):
+@pytest.mark.parametrize("apart", [P(None, None, "model"), P(None, "model")], ids=["columns", "rows"])
+def test_scales_must_lie_with_their_weights(saved, apart):
     def cut(path):
-        return P(None, None, "model") if path.endswith(".experts.down_proj.weight.packed") else P()
+        return apart if path.endswith(".experts.down_proj.weight.packed") else P()
 
     with pytest.raises(KdjaxError, match=r"0.down_proj.weight_packed would be cut .* a scale must lie where its group"):
         load_target(saved, BF16, shardings=on_mesh(1, 2, cut))

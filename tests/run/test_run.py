@@ -104,6 +104,8 @@ def test_differences_name_what_a_result_depends_on(tmp_path):
     other = provenance({"target": tmp_path}, "triton", {"prompts": tmp_path / "prompts.jsonl"})
     assert differences(one, other) == ["backend", "checkpoints.target.fingerprint", "files.prompts.sha256"]
     assert differences(one, {**one, "git": None}) != []
+    for key in ("python", "versions", "devices"):
+        assert differences(one, {**one, key: "another"})
 
 
 def test_a_folder_is_opened_again_with_the_same_config_only(tmp_path):
@@ -119,9 +121,11 @@ def test_a_folder_is_opened_again_with_the_same_config_only(tmp_path):
 def test_a_folder_without_results_is_left_to_the_corrected_settings(tmp_path):
     failed = RunFolder.open(tmp_path, "x = 1\n")
     failed.log({"cell": "a", "error": "KdjaxError: no"})
-    failed.write("summary.json", {"cells": []})
+    for name in ("summary.json", "provenance.json"):
+        failed.write(name, {"cells": []})
     corrected = RunFolder.open(tmp_path, "x = 2\n")
-    assert corrected.read("summary.json") is None and not Ledger(tmp_path / "metrics.jsonl").failures
+    assert corrected.read("summary.json") is corrected.read("provenance.json") is None
+    assert not Ledger(tmp_path / "metrics.jsonl").failures
     corrected.log({"cell": "a", "unit": "u"})
     with pytest.raises(KdjaxError, match="is of a run with other settings"):
         RunFolder.open(tmp_path, "x = 3\n")

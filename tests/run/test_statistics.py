@@ -43,6 +43,10 @@ def test_pairing_removes_what_units_have_in_common():
     assert paired is not None and unpaired is not None
     assert paired.paired and paired.is_significant and paired.difference == pytest.approx(1, abs=0.1)
     assert not unpaired.paired and not unpaired.is_significant
+    part = difference(MEAN, a, b[:20] + [{"tau": 1e6, "unit": "other"}])
+    assert part is not None and part == difference(MEAN, a[:20], b[:20]) and part.paired and part.n == 20
+    few = difference(MEAN, a, [{"tau": 1.0, "unit": "other"}])
+    assert few is not None and (few.n, few.low, few.is_significant) == (1, None, False)
 
 
 def test_a_base_makes_a_perplexity_of_a_ratio():
