@@ -85,10 +85,12 @@ def test_without_a_prompt_a_terminal_is_told_and_a_pipe_is_read(refused, monkeyp
     assert "stdin is closed: give the prompt as argument" in refused("generate", "-")
 
 
-def test_a_used_run_folder_is_refused_before_anything_is_loaded(refused, tmp_path):
+def test_a_run_folder_that_cannot_be_is_refused_before_anything_is_loaded(refused, tmp_path):
     (tmp_path / "config.toml").touch()
     model = ["--model", ".", "--mode", "autoregressive"]
     assert "already holds a run" in refused("generate", "x", *model, "--out", str(tmp_path))
+    below = tmp_path / "config.toml" / "below"
+    assert f"{below}: cannot be written (Not a directory)" in refused("generate", "x", *model, "--out", str(below))
 
 
 def test_an_unexpected_error_is_one_line_too(capsys, monkeypatch):
