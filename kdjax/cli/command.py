@@ -59,7 +59,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         verb.set_defaults(run=module.run, verb=verb)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        args.verb.error(f"unrecognized arguments: {' '.join(unknown)}")
+        dash = "; put -- before a prompt that begins with a dash" if "prompts" in args else ""
+        args.verb.error(f"unrecognized arguments: {' '.join(unknown)}{dash}")
     return args
 
 

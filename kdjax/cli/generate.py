@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; '-' reads stdin")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="text to continue; '-' reads stdin; after --, it may begin with a dash",
+    )
     parser.add_argument("--file", type=Path, action="append", default=[], help="a file to continue; may be repeated")
     options.add_config_arguments(parser)
     defaults = GenerateConfig()

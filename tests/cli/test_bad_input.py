@@ -30,8 +30,14 @@ def refused(capsys):
     [
         ([], "the following arguments are required: VERB (see kdjax --help)"),
         (["generat", "x"], "invalid choice: 'generat'"),
-        (["generate", "--bugdet", "3", "x"], "unrecognized arguments: --bugdet (see kdjax generate --help)"),
-        (["generate", "--budg", "3", "x"], "unrecognized arguments: --budg (see kdjax generate --help)"),
+        (["generate", "--bugdet", "3", "x"], "unrecognized arguments: --bugdet; put -- before"),
+        (["generate", "--budg", "3", "x"], "unrecognized arguments: --budg; put -- before"),
+        (
+            ["generate", "-x"],
+            "unrecognized arguments: -x; put -- before a prompt that begins with a dash (see kdjax generate --help)",
+        ),
+        (["generate", "-n", "-5", "--", "-x"], "error: -n -5: expected"),
+        (["compare", "a", "b", "-x"], "unrecognized arguments: -x (see kdjax compare --help)"),
         (["generate", "x", "--set", "decode.bugdet=3"], "unknown key 'bugdet' in [decode]: did you mean budget?"),
         (["generate", "x", "--set", "decode.budget"], "expected KEY=VALUE"),
         (["generate", "x", "--budget", "many"], "error: --budget many: expected `int`, got `str`"),
