@@ -152,5 +152,9 @@ def write_rows(path: str | Path, rows: Sequence[dict[str, Any]], **header: Any) 
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(target.suffix + ".part")
-    part.write_text(f'{head}\n "rows": [\n{body}\n ]\n}}\n', encoding="utf-8")
+    try:
+        part.write_text(f'{head}\n "rows": [\n{body}\n ]\n}}\n', encoding="utf-8")
+    except OSError as error:
+        error.filename = str(target)  # a full disk's error names none
+        raise
     part.replace(target)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from kdjax.checkpoint.header import shown, unique
 from kdjax.config import DrafterConfig, Int4Config, ModelConfig, YarnConfig
 from kdjax.errors import KdjaxError
+from kdjax.output import write_text
 
 TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
 
@@ -407,7 +408,7 @@ def _eos_json(config: ModelConfig) -> int | list[int] | None:
 
 
 def _write_json(file: pathlib.Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(values, indent=1) + "\n")
 
 
 def quantization_json(int4: Int4Config, ignore: tuple[str, ...] = IGNORE) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kdjax.checkpoint.target import VISION, WRAPPER_PREFIX
 from kdjax.checkpoint.writer import Job, Progress, by_size, write_folder
 from kdjax.config import Int4Config
 from kdjax.errors import KdjaxError
+from kdjax.output import write_text
 
 SHARD_BYTES = 10 * 10**9
 
@@ -80,7 +81,7 @@ def quantize_folder(
     whole = json.loads((source / "config.json").read_text(encoding="utf-8"))
     ignore = (*IGNORE, *(f"re:{prefix.removesuffix('.')}.*" for prefix in VISION))
     whole.get("text_config", whole)["quantization_config"] = quantization_json(form, ignore)
-    (folder / "config.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / "config.json", json.dumps(whole, indent=1) + "\n")
     return Quantized(
         matrices=len(packed),
         copied=len(jobs) - len(packed),

@@ -26,6 +26,7 @@ from kdjax.checkpoint.target import WRAPPER_PREFIX
 from kdjax.checkpoint.writer import Job, Progress, Shard, by_size, write_folder
 from kdjax.config import DrafterConfig, ModelConfig
 from kdjax.errors import KdjaxError
+from kdjax.output import writing
 
 ENTRIES = 2**16
 BLOCK = 2**20
@@ -76,7 +77,9 @@ def write_target(
     write_folder(folder, list(shards.values()), _jobs(leaves, WRAPPER_PREFIX, seed), workers=workers, progress=progress)
     write_model_config(folder, config, wrapper=True)
     if config.vocab_size >= 512:
-        (folder / "tiktoken.model").write_bytes(_ranks(config.vocab_size - 256))
+        ranks = folder / "tiktoken.model"
+        with writing(ranks):
+            ranks.write_bytes(_ranks(config.vocab_size - 256))
     return sum(stored.nbytes for shard in shards.values() for stored in shard.values())
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kdjax.checkpoint.layout import DTYPES, Stored
 from kdjax.errors import KdjaxError
+from kdjax.output import write_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -170,4 +171,4 @@ def write_folder(
             "metadata": {"total_size": total},
             "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")

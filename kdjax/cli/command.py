@@ -59,7 +59,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         verb.set_defaults(run=module.run, verb=verb)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        args.verb.error(f"unrecognized arguments: {' '.join(unknown)}")
+        dash = "; put -- before a prompt that begins with a dash" if "prompts" in args else ""
+        args.verb.error(f"unrecognized arguments: {' '.join(unknown)}{dash}")
     return args
 
 
@@ -77,9 +78,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:  # a full disk, a folder without permission: no defect
-        return _fail(
-            f"{error.filename or 'the output'}: {error.strerror or error}: make room or give another place", EXIT_ERROR
-        )
+        file = error.filename2 or error.filename or "the output"  # that of a copy names its source first
+        return _fail(f"{file}: {error.strerror or error}: make room or give another place", EXIT_ERROR)
     except Exception as error:
         if os.environ.get("KDJAX_TRACEBACK"):
             raise

@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; '-' reads stdin")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="text to continue; '-' reads stdin; after --, it may begin with a dash",
+    )
     parser.add_argument("--file", type=Path, action="append", default=[], help="a file to continue; may be repeated")
     options.add_config_arguments(parser)
     defaults = GenerateConfig()
@@ -90,7 +95,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     modes = _modes(config.decode.mode, compare=args.compare)
     target, drafter = locate(config.model, needs_drafter=modes != ["autoregressive"])
     if args.out:
-        RunFolder.refuse_used(args.out)
+        RunFolder.reserve(args.out)
     if args.processes:
         keep_stdout_for_python()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -175,15 +180,17 @@ def _report(
     from kdjax.cli import report
 
     summary = {**report.as_json(texts, outcomes, session.backend), "interrupted": interrupted}
-    if folder:
-        for mode, outcome in outcomes.items():
-            for index, stream in enumerate(report.streams(outcome)):
-                folder.log({"mode": mode, "prompt": index, **stream})
-        folder.write("summary.json", summary)
-    if as_json:
-        print(json.dumps(summary, ensure_ascii=False))
-    else:
-        if margin.is_terminal:
-            margin.print(report.ending(next(iter(outcomes.values()))), style="dim")
-        report.show(outcomes, session.backend, margin)
+    try:
+        if folder:
+            for mode, outcome in outcomes.items():
+                for index, stream in enumerate(report.streams(outcome)):
+                    folder.log({"mode": mode, "prompt": index, **stream})
+            folder.write("summary.json", summary)
+    finally:  # shown even where it cannot be saved
+        if as_json:
+            print(json.dumps(summary, ensure_ascii=False))
+        else:
+            if margin.is_terminal:
+                margin.print(report.ending(next(iter(outcomes.values()))), style="dim")
+            report.show(outcomes, session.backend, margin)
     return EXIT_INTERRUPTED if interrupted else 0

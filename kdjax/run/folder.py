@@ -8,6 +8,7 @@ import msgspec
 
 from kdjax.config import dumps
 from kdjax.errors import KdjaxError
+from kdjax.output import write_text, writing
 from kdjax.run.ledger import Ledger
 
 
@@ -23,19 +24,17 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: msgspec.Struct) -> RunFolder:
         """Makes the folder and saves the config. Raises KdjaxError where it holds a run already or cannot be made."""
-        cls.refuse_used(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "config.toml").write_text(dumps(config), encoding="utf-8")
-        except OSError as error:
-            raise KdjaxError(f"{path}: cannot write the run folder ({error.strerror}): give another one") from error
+        cls.reserve(path)
+        write_text(path / "config.toml", dumps(config))
         return cls(path)
 
     @staticmethod
-    def refuse_used(path: Path) -> None:
-        """Raises KdjaxError where the folder holds a run; worth asking before an expensive start."""
+    def reserve(path: Path) -> None:
+        """Makes the folder, which is worth it before an expensive start. Raises like `create`."""
         if (path / "config.toml").exists():
             raise KdjaxError(f"{path} already holds a run: give another folder or remove this one")
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def open(cls, path: Path, config: str) -> RunFolder:
@@ -47,10 +46,10 @@ class RunFolder:
         """
         file = path / "config.toml"
         folder = cls(path)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             if not file.exists():
-                folder._write_text("config.toml", config)
+                write_text(file, config)
             elif file.read_text(encoding="utf-8") != config:
                 if folder._has_results():
                     raise KdjaxError(
@@ -58,9 +57,7 @@ class RunFolder:
                     )
                 for name in ("metrics.jsonl", "provenance.json", "summary.json"):
                     (path / name).unlink(missing_ok=True)
-                folder._write_text("config.toml", config)
-        except OSError as error:
-            raise KdjaxError(f"{path}: cannot write the run folder ({error.strerror}): give another one") from error
+                write_text(file, config)
         return folder
 
     def _has_results(self) -> bool:
@@ -76,14 +73,10 @@ class RunFolder:
 
     def write(self, name: str, value: dict[str, Any]) -> None:
         """A JSON file of that name, whole or not at all: a run may be killed while it writes."""
-        self._write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-    def _write_text(self, name: str, text: str) -> None:
-        part = self.path / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.rename(self.path / name)
+        write_text(self.path / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def log(self, value: dict[str, Any]) -> None:
         """Appends one line to `metrics.jsonl`."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        metrics = self.path / "metrics.jsonl"
+        with writing(metrics), metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")

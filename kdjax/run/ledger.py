@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from kdjax.output import writing
+
 Record = dict[str, Any]
 
 
@@ -61,9 +63,10 @@ class Ledger:
             if cell in self.failures:
                 lines.append({"cell": cell, "error": self.failures[cell]})
         part = self.path.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
-            _write(file, lines)
-        part.replace(self.path)
+        with writing(self.path):
+            with part.open("w", encoding="utf-8") as file:
+                _write(file, lines)
+            part.replace(self.path)
 
     def _close(self, cell: str, records: list[Record]) -> None:
         self.cells[cell] = records
@@ -72,7 +75,7 @@ class Ledger:
 
     def _append(self, lines: list[Record]) -> list[Record]:
         """The lines as a later start reads them: what a run concludes does not depend on where it was cut."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             return _write(file, lines)
 
     def _read(self) -> None:

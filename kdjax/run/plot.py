@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kdjax.errors import KdjaxError
+from kdjax.output import writing
 from kdjax.run.statistics import Estimate
 
 STYLES = (
@@ -43,8 +44,9 @@ def new_figure() -> Any:
 def save(figure: Any, path: Path) -> None:
     """On white whatever the viewer's background; replaces a file of that name at once."""
     part = path.with_suffix(".part")
-    figure.savefig(part, dpi=DPI, format="png", facecolor="white", metadata={"Software": None})
-    part.replace(path)
+    with writing(path):
+        figure.savefig(part, dpi=DPI, format="png", facecolor="white", metadata={"Software": None})
+        part.replace(path)
 
 
 def line(axes: Any, x: Sequence[Any], estimates: Sequence[Estimate], style: int, label: str | None = None) -> None:

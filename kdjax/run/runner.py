@@ -12,6 +12,7 @@ import msgspec
 
 from kdjax.config.sweep import Cell, Sweep
 from kdjax.errors import KdjaxError
+from kdjax.output import NotWritten, writing
 from kdjax.run.experiment import Evaluation, Experiment, Result, result
 from kdjax.run.folder import RunFolder
 from kdjax.run.ledger import Ledger
@@ -59,7 +60,8 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Measures the pending cells. A cell that raises is recorded and does not keep the others from running.
 
-        Raises KdjaxError where the folder's cells were measured with other code, weights, prompts or devices.
+        Raises KdjaxError where the folder's cells were measured with other code, weights, prompts or devices, and where
+        nothing more can be written.
         """
         if self.pending:
             self._prove()
@@ -68,8 +70,11 @@ class Run:
             yield Step(cell.name)
             try:
                 yield from self._measure(cell)
+            except NotWritten:
+                raise
             except Exception as error:
-                with (self.folder.path / "errors.log").open("a", encoding="utf-8") as log:
+                errors = self.folder.path / "errors.log"
+                with writing(errors), errors.open("a", encoding="utf-8") as log:
                     log.write(f"cell {cell.name}\n{traceback.format_exc()}\n")
                 self._ledger.fail(cell.name, " ".join(f"{type(error).__name__}: {error}".split()))
             yield Step(cell.name, ended=True)
@@ -115,7 +120,7 @@ class Run:
                 study.draw(results, figure)
                 save(figure, self.folder.path / "plot.png")
         except Exception as error:
-            if not self.failures:
+            if not self.failures or isinstance(error, NotWritten):
                 raise
             findings = [f"nothing is concluded without the cells that failed ({type(error).__name__}: {error})"]
         key = next(iter(self._sweep.document))

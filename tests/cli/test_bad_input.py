@@ -30,8 +30,14 @@ def refused(capsys):
     [
         ([], "the following arguments are required: VERB (see kdjax --help)"),
         (["generat", "x"], "invalid choice: 'generat'"),
-        (["generate", "--bugdet", "3", "x"], "unrecognized arguments: --bugdet (see kdjax generate --help)"),
-        (["generate", "--budg", "3", "x"], "unrecognized arguments: --budg (see kdjax generate --help)"),
+        (["generate", "--bugdet", "3", "x"], "unrecognized arguments: --bugdet; put -- before"),
+        (["generate", "--budg", "3", "x"], "unrecognized arguments: --budg; put -- before"),
+        (
+            ["generate", "-x"],
+            "unrecognized arguments: -x; put -- before a prompt that begins with a dash (see kdjax generate --help)",
+        ),
+        (["generate", "-n", "-5", "--", "-x"], "error: -n -5: expected"),
+        (["compare", "a", "b", "-x"], "unrecognized arguments: -x (see kdjax compare --help)"),
         (["generate", "x", "--set", "decode.bugdet=3"], "unknown key 'bugdet' in [decode]: did you mean budget?"),
         (["generate", "x", "--set", "decode.budget"], "expected KEY=VALUE"),
         (["generate", "x", "--budget", "many"], "error: --budget many: expected `int`, got `str`"),
@@ -85,10 +91,12 @@ def test_without_a_prompt_a_terminal_is_told_and_a_pipe_is_read(refused, monkeyp
     assert "stdin is closed: give the prompt as argument" in refused("generate", "-")
 
 
-def test_a_used_run_folder_is_refused_before_anything_is_loaded(refused, tmp_path):
+def test_a_run_folder_that_cannot_be_is_refused_before_anything_is_loaded(refused, tmp_path):
     (tmp_path / "config.toml").touch()
     model = ["--model", ".", "--mode", "autoregressive"]
     assert "already holds a run" in refused("generate", "x", *model, "--out", str(tmp_path))
+    below = tmp_path / "config.toml" / "below"
+    assert f"{below}: cannot be written (Not a directory)" in refused("generate", "x", *model, "--out", str(below))
 
 
 def test_an_unexpected_error_is_one_line_too(capsys, monkeypatch):

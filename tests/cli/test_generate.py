@@ -96,6 +96,14 @@ def test_run_folder_is_complete(generate, tmp_path):
     assert "already holds a run" in generate("--out", str(folder), "x", status=2)[1]
 
 
+def test_what_cannot_be_saved_is_shown(generate, tmp_path):
+    (tmp_path / "summary.json.part").symlink_to("/dev/full")
+    out, err = generate("--out", str(tmp_path), "--json", "x", status=2)
+    said = "summary.json: cannot be written (No space left on device): make room or give another place\n"
+    assert json.loads(out)["new_tokens"] > 0 and err == f"kdjax: error: {tmp_path}/{said}"
+    assert not (tmp_path / "summary.json").exists()
+
+
 def test_chat_renders_the_prompt_as_a_user_turn(generate):
     plain, chat = (json.loads(generate("--json", *more, "hi").out) for more in ((), ("--set", "prompt.chat=true")))
     assert plain["streams"][0]["token_ids"] != chat["streams"][0]["token_ids"]

@@ -21,6 +21,10 @@ def test_a_synthetic_pair_is_quantised_and_generates(tmp_path, capsys, cache, mo
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith(f"{tmp_path}/target: 2 layers, 0.0") and out[1].startswith(f"{tmp_path}/drafter: 1 layers")
     assert out[2].startswith(f"{tmp_path}/int4: 12 expert matrices in INT4, ")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json.part").symlink_to("/dev/full")
+    assert main(["quantize", str(tmp_path / "target"), "--out", str(tmp_path / "full")]) == 2
+    assert "full/config.json: cannot be written (No space left on device): make room" in capsys.readouterr().err
     model = ["--model", str(tmp_path / "int4"), "--mode", "autoregressive"]
     assert main(["generate", *model, "--json", "-n", "8", "x"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -8,6 +8,7 @@ import time
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import timing
 
@@ -56,6 +57,13 @@ def test_a_repetition_lasts_long_enough_that_waiting_for_it_does_not_count():
 def test_ceilings_are_positive_rates():
     assert timing.read_ceiling(2**22) > 0
     assert timing.matmul_peak(64) > 0
+
+
+def test_rows_that_cannot_be_written_name_their_file(tmp_path):
+    (tmp_path / "rows.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*rows\.json'"):
+        timing.write_rows(tmp_path / "rows.json", [])
+    assert not (tmp_path / "rows.json").exists()
 
 
 def test_rows_can_be_read_after_every_write(tmp_path):

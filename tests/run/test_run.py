@@ -35,8 +35,25 @@ def test_a_run_is_never_overwritten(tmp_path):
     with pytest.raises(KdjaxError, match="already holds a run: give another folder or remove this one"):
         RunFolder.create(tmp_path, GenerateConfig())
     (tmp_path / "file").touch()
-    with pytest.raises(KdjaxError, match="cannot write the run folder"):
+    with pytest.raises(KdjaxError, match="file/run: cannot be written .Not a directory.: make room or give another"):
         RunFolder.create(tmp_path / "file" / "run", GenerateConfig())
+
+
+def test_a_full_disk_leaves_no_file_that_looks_complete(tmp_path):
+    full = pathlib.Path("/dev/full")
+    for name in ("config.toml.part", "summary.json.part"):
+        (tmp_path / name).symlink_to(full)
+    with pytest.raises(KdjaxError, match="config.toml: cannot be written .No space left on device.: make room or give"):
+        RunFolder.create(tmp_path, GenerateConfig())
+    assert not (tmp_path / "config.toml").exists()
+    (tmp_path / "config.toml.part").unlink()
+    folder = RunFolder.create(tmp_path, GenerateConfig())
+    with pytest.raises(KdjaxError, match="summary.json: cannot be written"):
+        folder.write("summary.json", {"tau_micro": 2.5})
+    assert folder.read("summary.json") is None
+    (tmp_path / "metrics.jsonl").symlink_to(full)
+    with pytest.raises(KdjaxError, match="metrics.jsonl: cannot be written"):
+        folder.log({"stream": 0})
 
 
 def test_fingerprint_changes_with_name_and_content(tmp_path):
@@ -114,7 +131,7 @@ def test_a_folder_is_opened_again_with_the_same_config_only(tmp_path):
     assert RunFolder(tmp_path / "r").read("absent.json") is None
     with pytest.raises(KdjaxError, match="is of a run with other settings"):
         RunFolder.open(tmp_path / "r", "x = 2\n")
-    with pytest.raises(KdjaxError, match="cannot write the run folder"):
+    with pytest.raises(KdjaxError, match="config.toml/deeper: cannot be written"):
         RunFolder.open(tmp_path / "r" / "config.toml" / "deeper", "x = 1\n")
 
 

@@ -99,6 +99,45 @@ def test_a_failed_cell_loses_no_other_and_is_tried_again(kdjax, tmp_path):
     assert read(tmp_path / "r", "summary.json")["failed"] == {}
 
 
+def test_a_full_disk_ends_the_run_and_is_no_failure_of_a_cell(kdjax, tmp_path, monkeypatch):
+    metrics, measure = tmp_path / "r" / "metrics.jsonl", toy.measure
+
+    def fills_the_disk(config):
+        if config.x == 3:
+            metrics.rename(tmp_path / "kept")
+            metrics.symlink_to("/dev/full")
+        return measure(config)
+
+    monkeypatch.setattr(toy, "measure", fills_the_disk)
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert (status, out) == (2, "")
+    said = "cannot be written (No space left on device): make room or give another place"
+    assert err == f"kdjax: error: {metrics}: {said}\n"
+    assert not (tmp_path / "r" / "summary.json").exists() and not (tmp_path / "r" / "errors.log").exists()
+    (tmp_path / "kept").replace(metrics)
+    monkeypatch.setattr(toy, "measure", measure)
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert status == 0 and "2 of 4 cells are there already" in err and "x=4 is 17 high" in out
+
+
+@pytest.mark.parametrize("name", ["provenance.json.part", "metrics.part", "errors.log", "summary.json.part"])
+def test_a_full_disk_is_one_line_whatever_is_written(kdjax, tmp_path, name):
+    (tmp_path / "toy.toml").write_text('experiment = "toy"\nx = 1\nfails = [false, true]\n')
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / name).symlink_to("/dev/full")
+    status, out, err = kdjax("run", "TOML", "--out", tmp_path / "r")
+    assert status == 2 and out == "" and "cannot be written" in err.splitlines()[-1] and "Traceback" not in err
+    assert not (tmp_path / "r" / "summary.json").exists()
+
+
+def test_a_plot_that_cannot_be_written_is_one_line(kdjax, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "plot.part").symlink_to("/dev/full")
+    status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "fails=[false,true]", plots=True)
+    assert status == 2 and "plot.png: cannot be written (No space left on device)" in err.splitlines()[-1]
+
+
 def impossible(config):
     raise KdjaxError("x does not go with units: change either" if config.shift == 0 else f"x = {config.x} is odd: no")
 
