@@ -71,12 +71,11 @@ def identical(outcomes: Mapping[str, Outcome]) -> bool:
 def as_json(texts: list[str], outcomes: Mapping[str, Outcome], backend: str) -> dict[str, Any]:
     """The object of `--json`: figures of the first mode, and with several modes their comparison.
 
-    `streams` has an object per prompt. `text` is that of a single prompt, None with several: joined, nobody could tell
-    where one ends. `token_ids` of a mode are those of all prompts, one after another.
+    `text` and `token_ids` of several prompts are joined; `streams` has each.
     """
     mode, main = next(iter(outcomes.items()))
     result: dict[str, Any] = {
-        "text": texts[0] if len(texts) == 1 else None,
+        "text": "\n".join(texts),
         "new_tokens": sum(map(len, main.token_ids)),
         "tau_micro": main.statistics.tau,
         "tau_macro": tau_macro([c.statistics for c in main.begun]),
