@@ -223,3 +223,14 @@ def test_forward_does_not_advance_lengths():
     out = verify(cache, TREE_TOKENS, PARENTS)
     assert isinstance(out.cache, KVCache)
     assert out.cache.lengths.tolist() == [len(PROMPT)]
+
+
+@pytest.mark.parametrize("runtime", [FLOAT32, CPU_EXACT], ids=["checkpoint", "fused"])
+def test_layers_that_are_alike_are_lowered_once(runtime):
+    deep = msgspec.structs.replace(CONFIG, num_hidden_layers=6)
+    params = k2.abstract_params(deep, runtime)
+    cache = jax.eval_shape(lambda: KVCache.empty(deep, 1, 64, 16, "float32"))
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    text = forward.lower(params, tokens, tokens, cache, config=deep, runtime=runtime).as_text()
+    assert text.count("call @_layer") == 6
+    assert text.count("func.func private @_layer") == 2  # the dense one, and that of the experts
