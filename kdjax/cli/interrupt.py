@@ -19,6 +19,9 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 EXIT_INTERRUPTED = 130
+LOOK_EVERY = 0.5
+"""Seconds. A signal that comes just before the main thread begins to wait does not wake it: its handler runs when the
+wait ends."""
 
 
 class Interrupt:
@@ -72,7 +75,10 @@ class Interrupt:
         self._workers.append(worker)
         worker.start()
         while not self.pressed:
-            kind, value = arrivals.get()
+            try:
+                kind, value = arrivals.get(timeout=LOOK_EVERY)
+            except queue.Empty:
+                continue
             if kind == "error":
                 raise value
             if kind != "item":
