@@ -80,6 +80,7 @@ class Interrupt:
             except queue.Empty:
                 continue
             if kind == "error":
+                worker.join()  # it ends by itself, and would count as abandoned until then
                 raise value
             if kind != "item":
                 break

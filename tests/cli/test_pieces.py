@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,21 @@ def test_an_iteration_without_ctrl_c_is_complete_and_raises_what_its_source_rais
     assert list(interrupt.iterate(iter("abc"))) == ["a", "b", "c"] and not interrupt.abandoned
     with pytest.raises(ZeroDivisionError):
         list(interrupt.iterate(1 // n for n in (1, 0)))
+
+
+def test_a_thread_that_raised_is_not_abandoned(monkeypatch):
+    """However long it takes to end: what has abandoned a thread ends the process, also that of a caller of `main`."""
+
+    class Slow(threading.Thread):
+        def run(self):
+            super().run()
+            time.sleep(0.2)
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+    interrupt = Interrupt()
+    with pytest.raises(ZeroDivisionError):
+        list(interrupt.iterate(1 // n for n in (1, 0)))
+    assert not interrupt.abandoned
 
 
 def test_one_stream_is_shown_as_it_grows():
