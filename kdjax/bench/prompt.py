@@ -24,7 +24,8 @@ def measure(
     """A row per prompt length, shortest first, of one stream whose cache has room for the longest.
 
     A chunk is what the other streams wait for while a prompt is read, so each is timed by itself, and waited for.
-    Drafter rows are written along. Times are milliseconds but for `compile_seconds`, which includes tracing. No prompt is begun after `deadline`, on the clock of `time.monotonic`.
+    Drafter rows are written along. Times are milliseconds but for `compile_seconds`, which includes tracing. No prompt
+    is begun after `deadline`, on the clock of `time.monotonic`.
 
     Raises:
         KdjaxError: the program would talk to the host, or something does not fit.
