@@ -21,7 +21,7 @@ from kdjax.decode.drafting import DFlash, Params
 from kdjax.decode.state import DecodeState, Reason
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
-from kdjax.model.runtime import Backend, Runtime
+from kdjax.model.runtime import Backend, Dtype, Runtime
 from kdjax.plan.memory import Workload
 from kdjax.sharding import alone, make_mesh, shardings, share
 from kdjax.sharding.rules import dotted
@@ -45,7 +45,14 @@ class Subject:
 
     @classmethod
     def of(
-        cls, pair: ModelPair, config: MeshConfig, backend: Backend, devices: Sequence[Any], *, rank: bool
+        cls,
+        pair: ModelPair,
+        config: MeshConfig,
+        backend: Backend,
+        devices: Sequence[Any],
+        *,
+        rank: bool,
+        dtype: Dtype = "bfloat16",
     ) -> Subject:
         """Raises KdjaxError where one device cannot run its share alone, or the mesh has too many devices."""
         if rank and config.cache_axes:
@@ -54,7 +61,7 @@ class Subject:
             )
         if rank and config.devices == 1:
             raise KdjaxError("a rank's share needs a mesh of several devices: give such a file, or use --mesh")
-        runtime = Runtime(compute_dtype="bfloat16", cache_dtype="bfloat16", backend=backend, mesh=config)
+        runtime = Runtime(compute_dtype=dtype, cache_dtype=dtype, backend=backend, mesh=config)
         if rank:
             return cls(pair, runtime, alone(devices[0]), config)
         return cls(pair, runtime, make_mesh(config, devices) if config.devices > 1 else None, None)

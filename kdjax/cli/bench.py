@@ -23,6 +23,7 @@ from kdjax.errors import KdjaxError
 
 if TYPE_CHECKING:
     from kdjax.bench.subject import Subject
+    from kdjax.model.runtime import Dtype
 
 KERNELS = {
     "moe": ("pallas_kernels.int4_experts.bench", "a layer of routed INT4 experts"),
@@ -40,21 +41,12 @@ TREE_ROWS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="step|ttft|gaps|" + "|".join(KERNELS), required=True)
+    actions = parser.add_subparsers(metavar="step|equal|ttft|gaps|" + "|".join(KERNELS), required=True)
     step = actions.add_parser(
         "step", help="a round of decoding, its stages, and how near its floor it is", allow_abbrev=False
     )
     _add_subject(step)
-    step.add_argument("--context", type=options.at_least(1), default=4096, metavar="N", help="default %(default)s")
-    step.add_argument(
-        "--tokens",
-        type=_workload,
-        nargs="+",
-        default=[(1, 1), (1, 8), (1, 32), (10, 8)],
-        metavar="N",
-        help="tokens of a verify forward, STREAMSxTOKENS for several streams; above 64, N means streams of 8; "
-        "default 1 8 32 10x8",
-    )
+    _add_workloads(step, [(1, 1), (1, 8), (1, 32), (10, 8)])
     step.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1], help="default: all but trace")
     step.add_argument(
         "--component-layers",
@@ -66,6 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--trace", type=Path, metavar="DIR", help="profile some rounds; for the part trace")
     step.add_argument("--threads", type=options.at_least(1), default=16, metavar="N", help="programs compiled at once")
     step.set_defaults(action=_step)
+
+    equal = actions.add_parser("equal", help="whether a mesh computes what one of its devices does", allow_abbrev=False)
+    _add_subject(equal)
+    _add_workloads(equal, [(1, 8)])
+    equal.add_argument(
+        "--rounds", type=options.at_least(1), default=8, metavar="N", help="rounds to compare, default %(default)s"
+    )
+    equal.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default %(default)s")
+    equal.set_defaults(action=_equal)
 
     ttft = actions.add_parser("ttft", help="time to the first token of a prompt", allow_abbrev=False)
     _add_subject(ttft)
@@ -111,6 +112,20 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, written after every measurement")
 
 
+def _add_workloads(parser: argparse.ArgumentParser, default: list[tuple[int, int]]) -> None:
+    parser.add_argument("--context", type=options.at_least(1), default=4096, metavar="N", help="default %(default)s")
+    said = " ".join(str(rows) if streams == 1 else f"{streams}x{rows}" for streams, rows in default)
+    parser.add_argument(
+        "--tokens",
+        type=_workload,
+        nargs="+",
+        default=default,
+        metavar="N",
+        help="tokens of a verify forward, STREAMSxTOKENS for several streams; above 64, N means streams of 8; "
+        f"default {said}",
+    )
+
+
 def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     return args.action(args)
 
@@ -146,7 +161,7 @@ def _gaps(args: argparse.Namespace) -> int:
     return 0
 
 
-def _subject(args: argparse.Namespace) -> tuple[Subject, Cluster | None, dict[str, Any]]:
+def _subject(args: argparse.Namespace, dtype: Dtype = "bfloat16") -> tuple[Subject, Cluster | None, dict[str, Any]]:
     """What is measured, its mesh file, and what a result says of both."""
     file = args.rank_of or args.mesh
     pair, cluster = load(ModelPair, args.model), load(Cluster, file) if file else None
@@ -165,7 +180,7 @@ def _subject(args: argparse.Namespace) -> tuple[Subject, Cluster | None, dict[st
         pair = ModelPair(target=target, drafter=drafter)
     mesh = cluster.mesh if cluster else ONE_DEVICE
     backend = args.backend or ("triton" if jax.default_backend() == "gpu" else "xla")
-    subject = Subject.of(pair, mesh, backend, jax.devices(), rank=args.rank_of is not None)
+    subject = Subject.of(pair, mesh, backend, jax.devices(), rank=args.rank_of is not None, dtype=dtype)
     return (
         subject,
         cluster,
@@ -207,6 +222,34 @@ def _step(args: argparse.Namespace) -> int:
         print(f"{case} tokens: {stage} {ms:.4f} ms", file=sys.stderr, flush=True)
         for device_idle in rows[-1].get("idle", ()):
             print(f"{device_idle['device']}: idle {device_idle['idle_fraction']:.1%}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _equal(args: argparse.Namespace) -> int:
+    deadline = time.monotonic() + args.seconds
+    if args.mesh is None:
+        raise KdjaxError("kdjax bench equal compares a mesh with one of its devices: give --mesh FILE")
+    subject, _, header = _subject(args, args.dtype)
+    if subject.mesh is None:
+        raise KdjaxError(f"{args.mesh} is a mesh of one device: there is nothing to compare")
+
+    from kdjax.bench import equality
+    from kdjax.plan import Workload
+    from pallas_kernels import timing
+
+    rows = []
+    for streams, each in args.tokens:
+        if time.monotonic() > deadline:
+            break
+        found = equality.compare(subject, Workload(args.context, streams, each - 1), args.rounds)
+        rows.append({"tokens": streams * each, "streams": streams, "context": args.context, **found})
+        timing.write_rows(args.out, rows, **header, dtype=args.dtype)
+        print(
+            f"{streams}x{each} tokens: logits differ by {found['logits_relative_difference']:.2g}, first choices alike "
+            f"in {found['top1_same']} of {found['rows']} rows",
+            file=sys.stderr,
+            flush=True,
+        )
     return 0
 
 
