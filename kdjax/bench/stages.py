@@ -20,7 +20,7 @@ from kdjax import tree as ddtree
 from kdjax.decode import loop
 from kdjax.decode.drafting import Params
 from kdjax.decode.state import DecodeState
-from kdjax.model import k2, sequence
+from kdjax.model import k2, parallel, sequence
 from kdjax.model.experts import MoE
 from pallas_kernels.tree_attention import tree_attention
 
@@ -156,6 +156,24 @@ def mlp(
 def lm_head(program: loop.Program, params: Params, state: DecodeState, work: Work) -> tuple[DecodeState, Work]:
     logits = k2.logits(params.target, program.model, work.hidden, program.runtime)
     return state, dataclasses.replace(work, hidden=touch(work.hidden, logits), logits=logits)
+
+
+def exchanges(
+    run: bool, program: loop.Program, params: Params, state: DecodeState, work: Work
+) -> tuple[DecodeState, Work]:
+    """The all-reduces of a verify forward, one after the other; without `run`, what stands between them alone."""
+    c, mesh, x = program.model, program.runtime.mesh, work.hidden
+    sums = [mesh.model_axes]  # of the embedding
+    for layer in range(c.num_hidden_layers):
+        sums += [mesh.model_axes, mesh.all_axes if c.is_moe(layer) else mesh.model_axes]
+    for axes in filter(None, sums):
+        # Parts that differ by device: XLA knows the sum of equal ones. They make x again, so that it stays finite.
+        parts = parallel.parts(axes)
+        part = jnp.where(parallel.index(axes) == 0, (parts + 1) / (2 * parts), 1 / (2 * parts))
+        x = lax.optimization_barrier(x * part.astype(x.dtype))
+        if run:
+            x = parallel.total(x, axes)
+    return state, dataclasses.replace(work, hidden=x)
 
 
 def _blocks(program: loop.Program, params: Params, state: DecodeState, work: Work) -> tuple[Any, Any]:

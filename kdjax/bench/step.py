@@ -31,6 +31,8 @@ from pallas_kernels import timing
 
 ACCEPTANCE = (1.0, 3.0, 4.5, 5.5)
 TRACED_ROUNDS = 8
+CHAIN, BETWEEN, ALONE = "exchanges", "between exchanges", "verify without exchanges"
+"""Measurements of the part `exchanges`."""
 LEAST_MS = 1e-4
 """The last digit that rows keep: rates over a time of zero have no value."""
 FLOOR = (
@@ -69,6 +71,8 @@ class Case(NamedTuple):
     work: Work
     stages: dict[str, Stage | None]
     """None is the round, which runs as the program of a `kdjax.decode.Decoder`."""
+    alone: Case | None = None
+    """The verify forward of the first device of a mesh alone, which is the one without its exchanges."""
 
     @property
     def name(self) -> str:
@@ -98,10 +102,16 @@ def measure(
     params = subject.params()
     jax.block_until_ready(params)
     cases = [_case(subject, workload, settings) for workload in workloads]
-    jobs = [(case, name) for case in cases for name in case.stages]
-    compiled = timing.compile_all([functools.partial(_compile, *job, params) for job in jobs], threads=settings.threads)
+    rank, own = subject, params
+    if "exchanges" in settings.parts and subject.exchanges and not subject.runtime.mesh.cache_axes:
+        rank, own = subject.rank(), subject.share_of_rank(params)
+        verify = settings._replace(parts=("verify",))
+        cases = [case._replace(alone=_case(rank, case.workload, verify)) for case in cases]
+    jobs = [(case, name, name, params) for case in cases for name in case.stages]
+    jobs += [(case.alone, "verify", ALONE, own) for case in cases if case.alone is not None]
+    calls = [functools.partial(_compile, case, stage, held) for case, stage, _, held in jobs]
     programs: dict[tuple[Workload, str], Compiled] = {}
-    for (case, name), each in zip(jobs, compiled, strict=True):
+    for (case, _, name, _), each in zip(jobs, timing.compile_all(calls, threads=settings.threads), strict=True):
         if isinstance(each, Exception):
             raise each
         programs[case.workload, name] = each
@@ -111,6 +121,7 @@ def measure(
         rows.append({})
         runner = _Runner(subject, case, _params_of(case, params), settings)
         times: dict[str, float] = {}
+        facts: dict[str, Compiled] = {}
         for name in case.stages:
             if time.monotonic() > deadline:
                 return
@@ -118,6 +129,13 @@ def measure(
             facts = {key: programs[case.workload, key] for key in case.stages if key in times}
             rows[-1] = _row(subject, case, runner, times, facts, device, ceiling)
             yield Progress(rows, case.name, name, times[name])
+        if case.alone is not None:
+            if time.monotonic() > deadline:
+                return
+            one = _Runner(rank, case.alone, _params_of(case.alone, own), settings)
+            times[ALONE] = one.ms("verify", programs[case.workload, ALONE].executable)
+            rows[-1] = _row(subject, case, runner, times, facts, device, ceiling)
+            yield Progress(rows, case.name, ALONE, times[ALONE])
         if settings.trace is not None and "round" in times:
             executable = programs[case.workload, "round"].executable
             rows[-1]["idle"] = runner.traced(executable, settings.trace / case.name)
@@ -136,17 +154,20 @@ def _case(subject: Subject, workload: Workload, settings: Settings) -> Case:
     if program.mesh is not None:
         where = shardings(stages.work_specs(program), program.mesh)
     work = jax.jit(make, out_shardings=where)(key)
-    return Case(workload, program, subject.state(workload), work, _stages(program, settings))
+    return Case(workload, program, subject.state(workload), work, _stages(program, settings, subject.exchanges))
 
 
-def _stages(program: loop.Program, settings: Settings) -> dict[str, Stage | None]:
+def _stages(program: loop.Program, settings: Settings, exchanged: bool) -> dict[str, Stage | None]:
     """By name, in the order of measurement: what matters most comes first."""
     parts, c = settings.parts, program.model
     chosen: dict[str, Stage | None] = {}
     if "round" in parts or "trace" in parts:
         chosen["round"] = None
-    if "verify" in parts:
+    exchanges = "exchanges" in parts and exchanged
+    if "verify" in parts or exchanges:
         chosen["verify"] = stages.verify
+    if exchanges:
+        chosen |= {name: functools.partial(stages.exchanges, name == CHAIN) for name in (CHAIN, BETWEEN)}
     if "stages" in parts:
         drafting = {"draft": stages.draft, "tree": stages.build} if program.drafting is not None else {}
         chosen |= {**drafting, "accept": stages.accept, "commit": stages.commit}
@@ -308,6 +329,8 @@ def _row(
         row["verify_ms"] = _ms(times["verify"])
         row["verify_over_floor"] = round(times["verify"] / row["floor_ms"], 3)
         row["verify_read_ceiling_fraction"] = round(row["floor_ms"] / times["verify"], 3)
+    if BETWEEN in times:
+        row["exchanges"] = _exchanges(times, needed, device)
     row["stages_ms"] = {n: _ms(times[n]) for n in ("draft", "tree", "verify", "accept", "commit") if n in times}
     row["verify_components_ms"] = _components(case, times)
     if "round" in times:
@@ -319,12 +342,29 @@ def _row(
     return row | _differences(row)
 
 
+def _exchanges(times: dict[str, float], needed: Step, device: DeviceConfig | None) -> dict[str, Any]:
+    """All-reduces of a verify forward: one after the other and nothing else, and as the mesh file predicts them."""
+    (count, message), *_ = needed.all_reduces
+    predicted = None if device is None else device.all_reduce_ms(message)
+    return {
+        "all_reduces": count,
+        "message_bytes": message,
+        "predicted_us": None if predicted is None else _us(predicted),
+        "chained_us": _us((times[CHAIN] - times[BETWEEN]) / count),
+        "verify_without_ms": _ms(times[ALONE]) if ALONE in times else None,
+    }
+
+
 def _differences(row: dict[str, Any]) -> dict[str, Any]:
     """What follows from several measurements of a row, which may be of different runs."""
     found: dict[str, Any] = {}
     stages_ms, components = row["stages_ms"], row["verify_components_ms"]
     if "round_ms" in row and "verify_ms" in row:
         found["round_over_verify"] = round(row["round_ms"] / row["verify_ms"], 3)
+    without = row.get("exchanges", {}).get("verify_without_ms")
+    if "verify_ms" in row and without is not None:
+        each = _us((row["verify_ms"] - without) / row["exchanges"]["all_reduces"])
+        found["exchanges"] = row["exchanges"] | {"in_verify_us": each}
     if "round_ms" in row and {"verify", "accept", "commit"} <= stages_ms.keys():
         found["round_less_stages_ms"] = _ms(row["round_ms"] - sum(stages_ms.values()))
     if "verify_ms" in row and "lm_head" in components:
@@ -335,6 +375,10 @@ def _differences(row: dict[str, Any]) -> dict[str, Any]:
 
 def _ms(value: float) -> float:
     return round(value, 4)
+
+
+def _us(milliseconds: float) -> float:
+    return round(milliseconds * 1e3, 2)
 
 
 def _rates(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdjax import drafter as dflash
 from kdjax.checkpoint.synth import shorten
@@ -65,6 +65,31 @@ class Subject:
         if rank:
             return cls(pair, runtime, alone(devices[0]), config)
         return cls(pair, runtime, make_mesh(config, devices) if config.devices > 1 else None, None)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether devices exchange anything."""
+        return self.mesh is not None and self.rank_of is None
+
+    def rank(self) -> Subject:
+        """The share of the mesh's first device, alone on it."""
+        assert self.mesh is not None and self.rank_of is None
+        first, of = self.mesh.devices.flat[:1].tolist(), self.runtime
+        return Subject.of(self.pair, of.mesh, of.backend, first, rank=True, dtype=of.compute_dtype)
+
+    def share_of_rank(self, tree: Any) -> Any:
+        """What the first device of this subject's mesh holds of `tree`, for `rank()`. Nothing is copied."""
+        assert self.mesh is not None
+        first = self.mesh.devices.flat[0]
+        here = alone(first)
+
+        def own(leaf: jax.Array) -> jax.Array:
+            assert isinstance(leaf.sharding, NamedSharding)
+            (part,) = (s.data for s in leaf.addressable_shards if s.device == first)
+            where = NamedSharding(here, leaf.sharding.spec)
+            return jax.make_array_from_single_device_arrays(part.shape, where, [part])
+
+        return jax.tree.map(own, tree)
 
     def program(self, budget: int) -> loop.Program:
         """Of greedy tree decoding; budget 0 is autoregressive decoding."""

@@ -33,7 +33,7 @@ KERNELS = {
 }
 ANYWHERE = {"moe": ("interpret",), "tree": ("xla", "interpret")}
 """Backends of a bench that need no GPU."""
-PARTS = ("round", "verify", "stages", "components", "trace")
+PARTS = ("round", "verify", "stages", "components", "exchanges", "trace")
 CPU_CEILING_BYTES = 2**28
 """More than its caches hold. XLA's CPU backend needs ten times that much memory to make and to reduce them."""
 TREE_ROWS = 64

@@ -115,6 +115,24 @@ def test_results_of_something_else_are_refused(header, tmp_path):
             step.kept_rows(out, header)
 
 
+def test_a_mesh_is_measured_with_and_without_its_exchanges(tmp_path, capsys):
+    (tmp_path / "two.toml").write_text(
+        '[mesh]\ntensor = 2\n[device]\nkind = "x"\nmemory_gb = 1\nread_gb_per_s = 1\n'
+        "all_reduce_us = 2\nall_reduce_gb_per_s = 0.256\n"
+    )
+    mesh = ["--mesh", str(tmp_path / "two.toml"), "--tokens", "1", "--layers", "1", "--parts", "exchanges"]
+    (row,) = bench(tmp_path / "step.json", *mesh)["rows"]
+    found = row["exchanges"]
+    assert (found["all_reduces"], found["message_bytes"], found["predicted_us"]) == (3, 256, 3.0)
+    each = (row["verify_ms"] - found["verify_without_ms"]) / 3 * 1e3
+    assert found["in_verify_us"] == pytest.approx(each, abs=0.1) and "chained_us" in found
+    err = capsys.readouterr().err
+    for name in ("verify", "exchanges", "between exchanges", "verify without exchanges"):
+        assert f"1x1 tokens: {name} " in err
+    alone = ["--rank-of", str(tmp_path / "two.toml"), *mesh[2:]]
+    assert "exchanges" not in bench(tmp_path / "rank.json", *alone, "verify")["rows"][0]
+
+
 @pytest.mark.full
 def test_a_mesh_runs_its_exchanges(tmp_path):
     (tmp_path / "two.toml").write_text("[mesh]\ntensor = 2\n")

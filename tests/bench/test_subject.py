@@ -71,6 +71,28 @@ def test_the_shares_of_all_ranks_make_the_model():
     assert off[1] < 0.01 < 0.3 < off[0]  # two roundings to bfloat16 beside one
 
 
+def test_exchanges_alone_leave_what_they_sum():
+    """So that they stay finite however often they are repeated."""
+    mesh = subject(TP2)
+    params = mesh.params()
+    hidden = jax.random.normal(jax.random.key(3), (WORKLOAD.streams, WORKLOAD.budget + 1, PAIR.target.hidden_size))
+    hidden = hidden.astype(jnp.bfloat16)
+    summed, parts = (run(mesh, functools.partial(stages.exchanges, on), params, hidden).hidden for on in (True, False))
+    np.testing.assert_allclose(summed.astype(jnp.float32), hidden.astype(jnp.float32), rtol=0.05)
+    assert jnp.linalg.norm(parts.astype(jnp.float32)) < 0.3 * jnp.linalg.norm(hidden.astype(jnp.float32))
+
+
+def test_a_mesh_lends_its_first_device_its_share():
+    mesh = subject(TP2)
+    params, rank = mesh.params(), mesh.rank()
+    share = mesh.share_of_rank(params)
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), (share, rank.params()))
+    assert shapes[0] == shapes[1]
+    for lent, whole in zip(jax.tree.leaves(share), jax.tree.leaves(params), strict=True):
+        assert lent.sharding.mesh == rank.mesh
+        assert lent.unsafe_buffer_pointer() == whole.addressable_shards[0].data.unsafe_buffer_pointer()
+
+
 def test_a_rank_holds_its_share():
     rank = subject(TP2, rank=True)
     params, state = rank.params(), rank.state(WORKLOAD)
