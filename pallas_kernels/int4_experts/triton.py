@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -30,6 +31,11 @@ from pallas_kernels.int4_experts.layout import (
     padded,
 )
 
+OFFSET = 8  # of codes above the weights that they stand for
+UNIT = 2.0**-133  # of bf16: what its lowest bit is worth where the exponent is 0 or 1
+ODD = 16  # UNITs that the lowest bit of a code is worth in an odd plane, where it is not the lowest of the bf16
+TO_NUMBER = 2.0**127  # what codes are multiplied with to be out of the range of subnormal numbers
+TO_SCALE = 2.0**100  # the same where a scale comes on top
 NARROW = 512  # inner width up to which the activations of a down program stay in registers
 
 
@@ -273,37 +279,63 @@ def _lookup_aligned(refs, program, *, group: int):
 # --- the product ---
 
 
-def _unpack(
-    words: Array, plane: int, scale: Float32[Array, "rows"] | None, emulate: bool
-) -> BFloat16[Array, "rows 32"]:
-    """Plane `plane` of the words as bf16, times `scale` if given.
+def _halves(words: Int16[Array, "rows 32"], emulate: bool) -> tuple[Array, Array]:
+    """The words, and the words shifted by two planes: each two planes in its lowest 8 bits."""
+    return words, words >> jnp.int16(8) if emulate else _of_pairs("shr.u32 $0, $1, 8;", [words], jnp.int16)
 
-    A nibble u in the low mantissa bits of bf16 128 (0x4300) is 128 + u, hence u - 8 = that - 136, exactly. Two
-    neighbouring words make one register.
+
+def _weights(
+    halves: tuple[Array, Array], plane: int, scale: Float32[Array, "rows"] | None, emulate: bool
+) -> BFloat16[Array, "rows 32"]:
+    """Plane `plane` as weights over `_factor`, with their scales if those are given.
+
+    The lowest 8 bits of a bf16 whose others are 0 are worth as many UNITs, also where the eighth, the lowest of the
+    exponent, makes it a normal number: a plane need only be masked to be a number. One multiply-add per pair takes
+    off the offset and, as it rounds once, gives the product of weight and scale as exactly as bf16 can.
     """
+    half, unit = halves[plane // 2], ODD if plane % 2 else 1
     if scale is not None:
-        scale = jnp.broadcast_to(scale.astype(jnp.bfloat16)[:, None], words.shape)
+        scale = jnp.broadcast_to(scale.astype(jnp.bfloat16)[:, None], half.shape)
     if emulate:
-        nibbles = (words >> jnp.int16(4 * plane)) & jnp.int16(15)
-        weight = nibbles.astype(jnp.bfloat16) - 8
+        weight = ((half >> jnp.int16(4 * (plane % 2))) & jnp.int16(15)).astype(jnp.bfloat16) - OFFSET
         return weight if scale is None else weight * scale
-    source = "$1"
-    code = "{ .reg .b32 t, m, o, c; mov.b32 m, 0x000F000F; mov.b32 o, 0x43004300; mov.b32 c, 0x43084308; "
-    if plane:
-        code += f"shr.u32 t, $1, {4 * plane}; "
-        source = "t"
-    code += f"lop3.b32 $0, {source}, m, o, 0xEA; sub.rn.bf16x2 $0, $0, c; "
+    to = TO_NUMBER if scale is None else TO_SCALE
+    code = (
+        f"{{ .reg .b32 f, o; mov.b32 f, {_two(to / unit)}; mov.b32 o, {_two(-OFFSET * UNIT * to)}; "
+        f"and.b32 $0, $1, {_two_bits(15 * unit)}; "
+    )
     if scale is not None:
-        code += "mul.rn.bf16x2 $0, $0, $2; "
-    args = [words] if scale is None else [words, scale]
-    (weight,) = plgpu.elementwise_inline_asm(
-        code + "}",
+        code += "mul.rn.bf16x2 f, f, $2; mul.rn.bf16x2 o, o, $2; "
+    code += "fma.rn.bf16x2 $0, $0, f, o; }"
+    return _of_pairs(code, [half] if scale is None else [half, scale], jnp.bfloat16)
+
+
+def _factor(tile: Tile, emulate: bool) -> float:
+    """What weights, and so the sums of products, are to be multiplied with."""
+    if emulate:
+        return 1.0
+    return 1 / UNIT / (TO_NUMBER if tile.scale_on == "sum" else TO_SCALE)
+
+
+def _two(value: float) -> str:
+    """A number that is a bf16, twice in a register."""
+    return _two_bits(int(np.float32(value).view(np.uint32)) >> 16)
+
+
+def _two_bits(bits: int) -> str:
+    return f"0x{bits:04X}{bits:04X}"
+
+
+def _of_pairs(code: str, args: Sequence[Array], dtype: Any) -> Array:
+    """`code` for two neighbouring elements of 16 bits at a time, which share a register."""
+    (out,) = plgpu.elementwise_inline_asm(
+        code,
         args=args,
         constraints=",".join(["=r"] + ["r"] * len(args)),
         pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )
-    return weight
+    return out
 
 
 def _multiply_add(a: Array, b: Array, c: Array, emulate: bool) -> Array:
@@ -350,11 +382,12 @@ def _load_scales(ref, blocks: Blocks, expert, places: Sequence[Place], column_bl
     )
 
 
-def _add_plane(total, words, plane: int, pair, x, tile: Tile, emulate: bool):
+def _add_plane(total, halves, plane: int, pair, x, tile: Tile, emulate: bool):
+    """`total` is over `_factor`."""
     scale = _plane_scale(pair, plane)
     if tile.scale_on == "weight":
-        return total + jnp.dot(_unpack(words, plane, scale, emulate), x.T, preferred_element_type=jnp.float32)
-    product = jnp.dot(_unpack(words, plane, None, emulate), x.T, preferred_element_type=jnp.float32)
+        return total + jnp.dot(_weights(halves, plane, scale, emulate), x.T, preferred_element_type=jnp.float32)
+    product = jnp.dot(_weights(halves, plane, None, emulate), x.T, preferred_element_type=jnp.float32)
     return _multiply_add(product, scale[:, None], total, emulate)
 
 
@@ -367,16 +400,17 @@ def _product(words_ref, scales_ref, blocks: Blocks, expert, places, load_x, firs
         totals, scales = list(carry[0]), carry[1]
         following = scales_of(jnp.minimum(column_block + 1, blocks.columns - 1))
         words = [_load_words(words_ref, blocks, expert, place, column_block, tile.rows) for place in places]
+        halves = [_halves(one, emulate) for one in words]
         for plane in range(PLANES):
             x = load_x(column_block, plane)
             for i in range(len(places)):
                 pair = scales[i * PAIRS + plane // 2]
-                totals[i] = _add_plane(totals[i], words[i], plane, pair, x, tile, emulate)
+                totals[i] = _add_plane(totals[i], halves[i], plane, pair, x, tile, emulate)
         return tuple(totals), following
 
     zero = jnp.zeros((tile.rows, tile.tokens), jnp.float32)
     totals, _ = lax.fori_loop(first, last, body, ((zero,) * len(places), scales_of(first)))
-    return totals
+    return [total * _factor(tile, emulate) for total in totals]
 
 
 def _columns(column_block, plane: int):
@@ -498,11 +532,11 @@ def _narrow_product(words_ref, blocks: Blocks, expert, places, scales, h, tile: 
     for i, place in enumerate(places):
         total = jnp.zeros((tile.rows, h[0].shape[0]), jnp.float32)
         for column_block in range(blocks.columns):
-            words = _load_words(words_ref, blocks, expert, place, column_block, tile.rows)
+            halves = _halves(_load_words(words_ref, blocks, expert, place, column_block, tile.rows), emulate)
             for plane in range(PLANES):
                 pair = scales[column_block][i * PAIRS + plane // 2]
-                total = _add_plane(total, words, plane, pair, h[column_block * PLANES + plane], tile, emulate)
-        totals.append(total)
+                total = _add_plane(total, halves, plane, pair, h[column_block * PLANES + plane], tile, emulate)
+        totals.append(total * _factor(tile, emulate))
     return totals
 
 
