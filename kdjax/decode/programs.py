@@ -20,7 +20,7 @@ from kdjax.decode.state import DecodeState
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
 from kdjax.sharding import make_mesh, place, shardings
-from kdjax.tree import candidates
+from kdjax.tree import check_budget
 
 WEIGHT_FIRST: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """Eigen's products instead of YNN's. With the weight on the left, a round with a tree takes 0.9 of the time, a row as
@@ -96,7 +96,7 @@ class Programs:
         if drafting is not None and config.mode == "chain":
             budget = min(budget, drafting.depth)
         if budget and drafting is not None and config.mode == "tree":
-            candidates(drafting.depth, budget, min(budget, target.config.vocab_size))  # refuses what is too large
+            check_budget(drafting.depth, budget, target.config.vocab_size)
         if policy is not None and (config.mode != "tree" or policy.widths[-1] != budget):
             raise KdjaxError(
                 f"the policy's widths end with {policy.widths[-1]}, mode={config.mode} has budget={budget}: use mode "
