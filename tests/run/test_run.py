@@ -195,3 +195,14 @@ def test_what_the_device_chose_is_told_by_key(monkeypatch):
         "runtime.backend": ["xla", "triton"],
         "runtime.expert_weights": ["dequantized", "packed"],
     }
+
+
+def test_a_figure_that_is_called_error_is_no_failure(tmp_path):
+    records = [{"unit": f"repetition {i}", "error": 1e-3} for i in range(2)]
+    ledger = Ledger(tmp_path / "metrics.jsonl")
+    ledger.add("kept", records)
+    ledger.append("cut", records[0])
+    ledger.fail("cut", "RuntimeError: no")
+    again = Ledger(tmp_path / "metrics.jsonl")
+    assert again.cells == {"kept": records} and again.unfinished == {"cut": records[:1]}
+    assert again.failures == {"cut": "RuntimeError: no"}
