@@ -11,7 +11,6 @@ import numpy as np
 
 from experiments import decoding
 from experiments.decoding import decode_all
-from experiments.decoding import inputs as inputs
 from experiments.rounds import batches
 from experiments.static_tree import StaticRanks, Table, acceptance_by_rank
 from kdjax.config.decode import AtLeast1, DecodeConfig
@@ -19,7 +18,7 @@ from kdjax.decode import CostAware, Decoder, Request
 from kdjax.errors import KdjaxError
 from kdjax.evaluate import workbench
 from kdjax.run import plot
-from kdjax.run.experiment import Result
+from kdjax.run.experiment import Inputs, Result
 from kdjax.run.ledger import Record
 from kdjax.run.statistics import Difference, difference
 
@@ -45,6 +44,12 @@ class Config(decoding.Config, frozen=True, kw_only=True, forbid_unknown_fields=T
     widths: tuple[AtLeast1, ...] = (1, 3, 7, 15, 31)
     seconds: tuple[float, ...] = ()
     calibrate: workbench.PromptsSection = workbench.PromptsSection(skip=14, new_tokens=64)
+
+
+def inputs(config: Config) -> Inputs:
+    if config.policy != "fixed":
+        decoding.inputs(_same(config))  # refuses widths that no decoder accepts
+    return decoding.inputs(config)
 
 
 def measure(config: Config) -> Iterator[Record]:

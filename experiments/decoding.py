@@ -39,7 +39,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def inputs(config: Config) -> Inputs:
-    return workbench.inputs(config.model, config.runtime, config.prompts)
+    return workbench.inputs(config.model, config.runtime, config.decode, config.prompts)
 
 
 def measure(config: Config) -> Iterator[Record]:

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kdjax.checkpoint.files import TensorFolder
+from kdjax.checkpoint.files import Located, Source, TensorFolder
+from kdjax.checkpoint.header import BadHeader, read_header
 from kdjax.checkpoint.hf_config import (
     IGNORE,
     read_drafter_config,
@@ -24,7 +25,7 @@ from kdjax.checkpoint.hf_config import (
     write_drafter_config,
     write_model_config,
 )
-from kdjax.checkpoint.layout import Leaf, Stored, drafter_leaves, is_ignored, target_leaves
+from kdjax.checkpoint.layout import DTYPES, Leaf, Stored, drafter_leaves, is_ignored, target_leaves
 from kdjax.checkpoint.params import expected_tensors
 from kdjax.checkpoint.target import VISION, WRAPPER_PREFIX
 from kdjax.checkpoint.writer import Job, SafetensorsFile, by_size, write_folder
@@ -161,9 +162,10 @@ class Bundle:
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
         try:
-            self._file = safe_open(self.path, framework="np")
-            metadata = self._file.metadata() or {}
-        except (SafetensorError, OSError) as error:
+            with safe_open(self.path, framework="np") as file:
+                metadata = file.metadata() or {}
+            self._entries, self._source = read_header(self.path), Source(self.path)
+        except (BadHeader, SafetensorError, OSError) as error:
             raise KdjaxError(f"{path} is not a readable safetensors file ({error}): make it again") from None
         if (kind := (metadata.get("format"), metadata.get("version"))) != (FORMAT, VERSION):
             raise KdjaxError(f"{path} is {kind[0]} version {kind[1]}, not {FORMAT} version {VERSION}: make it again")
@@ -171,7 +173,6 @@ class Bundle:
             self.header = msgspec.json.decode(metadata.get("header", ""), type=Header)
         except msgspec.DecodeError as error:
             raise KdjaxError(f"{path} has a damaged header ({error}): make it again") from None
-        self._names = set(self._file.keys())
         self.cases = [self._case(index) for index in range(self.header.cases)]
 
     def extract(self, folder: str | pathlib.Path) -> tuple[pathlib.Path, pathlib.Path | None]:
@@ -186,7 +187,7 @@ class Bundle:
         dense: set[str] = set()
 
         def int4_of(module: str) -> Int4Config | None:
-            if f"target.{module}.weight.{PACKED}" in self._names:
+            if f"target.{module}.weight.{PACKED}" in self._entries:
                 if config.experts_int4 is None:
                     raise KdjaxError(f"{self.path}: {module} is INT4, its config has no experts_int4: make it again")
                 return config.experts_int4
@@ -215,14 +216,14 @@ class Bundle:
                         jobs.append(lambda name=name, leaf=leaf: [(name, np.array(leaf.shape, np.int32))])
                         continue
                     tensors[name] = self._stored(source, stored)
-                    jobs.append(lambda name=name, source=source: [(name, self._file.get_tensor(source))])
+                    jobs.append(lambda name=name, source=source: [(name, self._read(source))])
         write_folder(folder, by_size(tensors, None), jobs)
 
     def _stored(self, name: str, expected: Stored) -> Stored:
-        if name not in self._names:
+        if name not in self._entries:
             raise KdjaxError(f"{self.path} lacks {name}: make it again")
-        part = self._file.get_slice(name)
-        found = Stored(tuple(part.get_shape()), (part.get_dtype(),))
+        entry = self._entries[name]
+        found = Stored(entry.shape, (entry.dtype,))
         if found.shape != expected.shape or found.dtypes[0] not in expected.dtypes:
             raise KdjaxError(
                 f"{self.path}: {name} is {found.dtypes[0]} {list(found.shape)}, its config says "
@@ -230,8 +231,14 @@ class Bundle:
             )
         return found
 
+    def _read(self, name: str) -> np.ndarray:
+        entry = self._entries[name]
+        out = np.empty(entry.shape, DTYPES[entry.dtype])
+        self._source.read_into(Located(self.path, name, entry), out)
+        return out
+
     def _case(self, index: int) -> Case:
         names = [f"case.{index}.{key}" for key in Case((), (), ()).arrays()]
-        if missing := [name for name in names if name not in self._names]:
+        if missing := [name for name in names if name not in self._entries]:
             raise KdjaxError(f"{self.path} lacks {missing[0]}: make it again")
-        return Case(*(tuple(self._file.get_tensor(name).tolist()) for name in names))
+        return Case(*(tuple(self._read(name).tolist()) for name in names))

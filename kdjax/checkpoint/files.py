@@ -96,12 +96,40 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Source:
-    """An open file, closed when it is no longer referred to."""
+class Source:
+    """An open file, closed when it is no longer referred to.
+
+    Raises OSError where it cannot be opened.
+    """
 
     def __init__(self, file: pathlib.Path):
         self.descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
+
+    def read_into(self, located: Located, out: np.ndarray, offset: int = 0) -> None:
+        """Fill the contiguous `out` with the bytes of a tensor from `offset` on. Safe to call from several threads.
+
+        Reads, and no memory map: touching what a file has lost since it was mapped ends the process without a word.
+
+        Raises:
+            KdjaxError: the file cannot be read, or ends before the tensor does: it changed after it was opened.
+        """
+        rest = out.reshape(-1).view(np.uint8).data
+        position = located.entry.start + offset
+        while rest:
+            try:
+                count = os.preadv(self.descriptor, [rest], position)
+            except OSError as error:
+                raise KdjaxError(
+                    f"{located.file}: {located.stored_name} cannot be read ({error.strerror}): check the disk"
+                ) from None
+            if count == 0:
+                raise KdjaxError(
+                    f"{located.file}: {len(rest)} bytes of {located.stored_name} are missing, the file became shorter "
+                    "while it was read: download it again"
+                )
+            rest = rest[count:]
+            position += count
 
 
 class TensorFolder:
@@ -126,7 +154,7 @@ class TensorFolder:
         self.tensors: dict[str, Stored] = {}
         self.located: dict[str, Located] = {}
         self.skipped = 0
-        self._open: dict[pathlib.Path, _Source] = {}
+        self._open: dict[pathlib.Path, Source] = {}
         with _no_garbage_collection():
             files, weight_map = shards(self.folder)
             problems, unread = self._scan(files, weight_map, prefix, skip)
@@ -232,33 +260,14 @@ class TensorFolder:
             return [value for values in read for value in values]
 
     def read_into(self, name: str, out: np.ndarray, offset: int = 0) -> None:
-        """Fill the contiguous `out` with the bytes of a tensor from `offset` on. Safe to call from several threads.
-
-        Raises:
-            KdjaxError: the file cannot be read, or ends before the tensor does: it changed after it was opened.
-        """
+        """`Source.read_into` of the tensor `name`."""
         located = self.located[name]
-        rest = out.reshape(-1).view(np.uint8).data
-        position = located.entry.start + offset
-        while rest:
-            try:
-                count = os.preadv(self._source(located.file).descriptor, [rest], position)
-            except OSError as error:
-                raise KdjaxError(
-                    f"{located.file}: {located.stored_name} cannot be read ({error.strerror}): check the disk"
-                ) from None
-            if count == 0:
-                raise KdjaxError(
-                    f"{located.file}: {len(rest)} bytes of {located.stored_name} are missing, the file became shorter "
-                    "while it was read: download it again"
-                )
-            rest = rest[count:]
-            position += count
+        self._source(located.file).read_into(located, out, offset)
 
-    def _source(self, file: pathlib.Path) -> _Source:
-        # Two threads may both open a file here; the descriptor that loses is closed with its _Source.
+    def _source(self, file: pathlib.Path) -> Source:
+        # Two threads may both open a file here; the descriptor that loses is closed with its Source.
         if file not in self._open:
-            self._open.setdefault(file, _Source(file))
+            self._open.setdefault(file, Source(file))
         return self._open[file]
 
     def read(self, name: str) -> np.ndarray:

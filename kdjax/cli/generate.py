@@ -108,6 +108,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     with margin.status(starting) as status, contextlib.ExitStack() as processes:
         configure_jax(compilation_cache=config.runtime.compilation_cache)
         from kdjax.cli.session import Session
+        from kdjax.decode.limits import check_decoding
         from kdjax.sharding import joined
 
         speaks = processes.enter_context(joined(args.processes, f"{dumps(config)}{texts}{modes}"))
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
             status.stop()
             margin.quiet, page = True, Console(file=io.StringIO())
         config = _settled(config)
+        for mode in modes:
+            check_decoding(msgspec.structs.replace(config.decode, mode=mode), target, drafter)
         session = Session(config, target, drafter, texts, progress_in(status))
         if note := session.chain_note:
             margin.print(note, soft_wrap=True)

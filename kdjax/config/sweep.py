@@ -13,6 +13,7 @@ import msgspec
 import tomli_w
 
 from kdjax.config.generate import RuntimeSection
+from kdjax.config.mesh import ONE_DEVICE, MeshConfig
 from kdjax.config.strict import Document, Key, check_keys, struct_of, type_at, without_none
 from kdjax.errors import KdjaxError
 
@@ -40,8 +41,9 @@ class Sweep(NamedTuple):
     def toml(self) -> str:
         """`document` as TOML, after comments on what its cells leave to the device."""
         open_keys: dict[str, dict[str, None]] = {}
-        for section, key in (found for cell in self.cells for found in _left_open(cell.config)):
-            open_keys.setdefault(section, {})[key] = None
+        for at, section, _ in (found for cell in self.cells for found in runtimes(cell.config)):
+            if section.left_open:
+                open_keys.setdefault(".".join(at), {}).update(dict.fromkeys(section.left_open))
         comments = (
             f"# what a cell leaves out of [{section}] is chosen by the device: {', '.join(keys)}\n"
             for section, keys in open_keys.items()
@@ -136,13 +138,16 @@ def _resolved(
     return filled | ({"cells": entries} if listed else {})
 
 
-def _left_open(config: msgspec.Struct, at: Key = ()) -> Iterator[tuple[str, str]]:
-    """Section and key of each setting that the device chooses."""
+def runtimes(
+    config: msgspec.Struct, at: Key = (), mesh: MeshConfig = ONE_DEVICE
+) -> Iterator[tuple[Key, RuntimeSection, MeshConfig]]:
+    """Key of each section that leaves settings to the device, the section, and the mesh that it is for."""
+    mesh = getattr(config, "mesh", mesh)
     if isinstance(config, RuntimeSection):
-        yield from ((".".join(at), key) for key in config.left_open)
+        yield at, config, mesh
     for name in config.__struct_fields__:
         if isinstance(inner := getattr(config, name), msgspec.Struct):
-            yield from _left_open(inner, (*at, name))
+            yield from runtimes(inner, (*at, name), mesh)
 
 
 def _axes(kind: type[msgspec.Struct], tables: dict[str, Any]) -> dict[Key, list[Any]]:

@@ -80,6 +80,7 @@ class Batch:
         self._waiting: list[tuple[int, int, Request]] = []
         self._live: dict[int, _Live] = {}
         self._read: list[np.ndarray] = []
+        self._spoiled: set[int] = set()
         self._oldest = list(range(programs.slots))
         self._state: DecodeState | None = None
         self._ahead: loop.Report | None = None
@@ -127,6 +128,9 @@ class Batch:
         one = self._live[place.slot] = _Live(index, request)
         self._read[place.slot] = prompt[:0]
         began, compiling = time.perf_counter(), self._compile_seconds
+        if place.slot in self._spoiled:  # not earlier: rounds of the others write scratch rows here too
+            self._edit(slots.wipe, np.int32(place.slot))
+            self._spoiled.remove(place.slot)
         if place.shared and place.source != place.slot:
             self._edit(slots.copy_rows, np.int32(place.source), np.int32(place.slot))
         self._state, report = self._programs.prefill(compiled, self._ready_state(), place.slot, request, place.shared)
@@ -171,6 +175,8 @@ class Batch:
         emitted, reason = int(report.emitted[slot]), int(report.reason[slot])
         if reason == Reason.NOT_FINITE:
             del self._live[slot]
+            self._spoiled.add(slot)
+            self._read[slot] = self._read[slot][:0]
             position = len(one.request.prompt_ids) + emitted - 1
             message = (
                 f"request {one.index}: the logits at position {position} have no finite maximum (NaN or all -inf): "
@@ -215,6 +221,7 @@ class Batch:
         if self._state is None:
             self._state = self._programs.empty(self._capacity)
             self._read = [np.zeros(0, np.int32)] * self._programs.slots
+            self._spoiled.clear()
         return self._state
 
     def _compiled(self) -> Compiled:

@@ -15,12 +15,12 @@ from kdjax.config import DecodeConfig, check_pair
 from kdjax.decode import loop
 from kdjax.decode.budgeting import CostAware
 from kdjax.decode.drafting import DFlash, Drafting, Params
+from kdjax.decode.limits import compiled_budget
 from kdjax.decode.request import MAX_STOP_TOKENS, Request
 from kdjax.decode.state import DecodeState
 from kdjax.errors import KdjaxError
 from kdjax.model.runtime import Runtime
 from kdjax.sharding import make_mesh, place, shardings
-from kdjax.tree import candidates
 
 WEIGHT_FIRST: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """Eigen's products instead of YNN's. With the weight on the left, a round with a tree takes 0.9 of the time, a row as
@@ -93,10 +93,8 @@ class Programs:
         budget = 0 if config.mode == "autoregressive" else config.budget
         if budget and drafting is None:
             raise KdjaxError(f"mode={config.mode} with budget={budget} needs a drafter: give one or use autoregressive")
-        if drafting is not None and config.mode == "chain":
-            budget = min(budget, drafting.depth)
-        if budget and drafting is not None and config.mode == "tree":
-            candidates(drafting.depth, budget, min(budget, target.config.vocab_size))  # refuses what is too large
+        if drafting is not None:
+            budget = compiled_budget(config, drafting.depth, target.config.vocab_size)
         if policy is not None and (config.mode != "tree" or policy.widths[-1] != budget):
             raise KdjaxError(
                 f"the policy's widths end with {policy.widths[-1]}, mode={config.mode} has budget={budget}: use mode "

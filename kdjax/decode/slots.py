@@ -1,4 +1,4 @@
-"""Edits of single slots between calls: rows that two prompts share, and letting a slot go."""
+"""Edits of single slots between calls: rows that two prompts share, clearing them, and letting a slot go."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def copy_rows(state: DecodeState, source: Int[Array, ""], slot: Int[Array, ""]) 
         return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, source, 1), slot, 0)
 
     cache, drafter = jax.tree.map(copy, (state.cache, state.drafter))
+    return dataclasses.replace(state, cache=cache, drafter=drafter)
+
+
+def wipe(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Zeros in the cache rows of the slot, of both models. A mask hides what another request left there, but not NaN:
+    zero times NaN is NaN."""
+
+    def clear(x: Array) -> Array:
+        return x.at[slot].set(0)
+
+    cache, drafter = jax.tree.map(clear, (state.cache, state.drafter))
     return dataclasses.replace(state, cache=cache, drafter=drafter)
 
 

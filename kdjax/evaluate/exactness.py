@@ -51,7 +51,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def inputs(config: Config) -> Inputs:
-    return workbench.inputs(config.model, config.runtime, config.prompts, config.mesh)
+    return workbench.inputs(config.model, config.runtime, config.decode, config.prompts, config.mesh)
 
 
 def units(config: Config) -> list[str]:

@@ -45,7 +45,8 @@ class KdjaxLM(LM):
         slots: texts generated at once.
         rows: texts scored at once.
         max_gen_toks: new tokens of requests that do not say how many.
-        thinking: whether chat prompts open the reasoning, which is left out of the answers.
+        thinking: whether chat prompts open the reasoning, which is left out of the answers. For chat only: contexts
+            that no chat template rendered are refused (KdjaxError).
         seed: of the sampling noise; request i draws with `seed` + i.
 
     Raises:
@@ -74,7 +75,10 @@ class KdjaxLM(LM):
         self._rolling = Scorer(self._target, numerics, stride=self._target.config.max_position_embeddings)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats of each continuation, and whether greedy decoding would give it."""
+        """Log-likelihood in nats of each continuation, and whether greedy decoding would give it.
+
+        Raises KdjaxError for `thinking` without chat.
+        """
         pairs = [self._pair(*request.args) for request in requests]
         found = dict(self._scorer.scores(pairs))
         results = [(found[i].log_likelihood, found[i].is_greedy) for i in range(len(requests))]
@@ -95,7 +99,7 @@ class KdjaxLM(LM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to a stop string. Too long a context loses its beginning.
 
-        Raises KdjaxError for a generation setting that is not supported.
+        Raises KdjaxError for a generation setting that is not supported, and for `thinking` without chat.
         """
         asks = [self._ask(i, *request.args) for i, request in enumerate(requests)]
         groups: dict[Sampling, list[int]] = {}
@@ -124,6 +128,10 @@ class KdjaxLM(LM):
         return self._tokenizer.template.name if chat_template else None
 
     def _encoded(self, text: str) -> list[int]:
+        if self._thinking and not self._chat:
+            raise KdjaxError(
+                "thinking=True is for chat only: pass apply_chat_template=True to the harness too, or leave it out"
+            )
         return self._tokenizer.encode(text, special=self._chat)
 
     def _pair(self, context: str, continuation: str) -> tuple[Tokens, Tokens]:
@@ -158,9 +166,8 @@ class KdjaxLM(LM):
         decoder = workbench.decoder(
             self._model, self._runtime, stopping(DecodeConfig(**fields)), self._slots, context, self._mesh
         )
-        thinking = self._chat and self._thinking
         answers = complete(decoder, self._tokenizer, asks)
-        return [(at, without_thinking(answer.text, thinking=thinking) or "") for at, answer in answers]
+        return [(at, without_thinking(answer.text, thinking=self._thinking) or "") for at, answer in answers]
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:

@@ -15,6 +15,7 @@ from kdjax.config.decode import AtLeast1
 from kdjax.config.generate import ModelSection, RuntimeSection
 from kdjax.config.mesh import ONE_DEVICE, MeshConfig
 from kdjax.decode import DecodeConfig, Decoder, Request
+from kdjax.decode.limits import check_decoding
 from kdjax.errors import KdjaxError
 from kdjax.evaluate import documents
 from kdjax.evaluate.documents import Selection
@@ -56,13 +57,15 @@ class Pair(NamedTuple):
 def inputs(
     model: ModelSection,
     runtime: RuntimeSection,
+    decode: DecodeConfig,
     prompts: PromptsSection | None = None,
     mesh: MeshConfig = ONE_DEVICE,
     *,
     needs_drafter: bool = True,
 ) -> Inputs:
-    """What the provenance has to pin. Raises KdjaxError where one of them is missing."""
+    """What the provenance has to pin. Raises KdjaxError where one of them is missing or no decoder accepts `decode`."""
     target, drafter = locate(model, needs_drafter=needs_drafter)
+    check_decoding(decode, target, drafter)
     files = {"prompts": documents.file_of(prompts, "prompts")} if prompts else {}
     checkpoints = {"target": target} | ({"drafter": drafter} if drafter else {})
     return Inputs(checkpoints, files, runtime_of(runtime, mesh).backend)

@@ -10,6 +10,7 @@ from kdjax.errors import KdjaxError
 from kdjax.plan.compiled import Compiled
 from kdjax.plan.memory import Memory, Workload, memory
 from kdjax.plan.step import Step, step
+from kdjax.tree import check_budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def plan(pair: ModelPair, cluster: Cluster, workload: Workload) -> Plan:
 
     Raises:
         KdjaxError: the mesh has no device facts or cannot cut the model evenly, the context is longer than the model's,
-            or a tree is asked for without a drafter.
+            or a tree is asked for without a drafter or with more nodes than a decoder accepts.
     """
     if cluster.device is None:
         raise KdjaxError("the mesh file has no [device]: add kind, memory_gb and read_gb_per_s")
@@ -112,6 +113,8 @@ def plan(pair: ModelPair, cluster: Cluster, workload: Workload) -> Plan:
         raise KdjaxError(f"context {workload.context} exceeds the model's max_position_embeddings={limit}: lower it")
     if workload.budget and pair.drafter is None:
         raise KdjaxError(f"budget {workload.budget} needs a drafter: give one, or budget 0 for autoregressive decoding")
+    if workload.budget and pair.drafter is not None:
+        check_budget(pair.drafter.block_size - 1, workload.budget, pair.target.vocab_size)
     held = memory(pair, cluster.mesh, workload)
     plain = step(pair, cluster.mesh, workload._replace(budget=0), held)
     return Plan(cluster.mesh, cluster.device, workload, held, step(pair, cluster.mesh, workload, held), plain)

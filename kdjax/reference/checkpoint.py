@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors needs
+import ml_dtypes
 import msgspec
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, deserialize
 
 from kdjax.config import DrafterConfig, Int4Config, ModelConfig, YarnConfig
 from kdjax.errors import KdjaxError
@@ -18,6 +18,16 @@ from kdjax.reference import int4
 from kdjax.reference.rope import yarn_mscale
 
 Params = dict[Any, Any]
+
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+}
+"""What weights, packed words and shapes are stored as."""
 
 
 def read_target(folder: str | pathlib.Path, rounding: int4.Rounding = "bfloat16") -> tuple[ModelConfig, Params]:
@@ -110,10 +120,17 @@ def _tensors(folder: str | pathlib.Path, keep: Callable[[str], str | None]) -> I
     index = folder / "model.safetensors.index.json"
     shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
     for shard in sorted(shards):
-        with safe_open(folder / shard, framework="numpy") as file:
-            for stored in file.keys():  # noqa: SIM118  safe_open has no __iter__
-                if (name := keep(stored)) is not None:
-                    yield name, file.get_tensor(stored)
+        for stored, tensor in _read(folder / shard):
+            if (name := keep(stored)) is not None:
+                yield name, np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+
+
+def _read(file: pathlib.Path) -> list[tuple[str, dict[str, Any]]]:
+    """Not by `safe_open`, whose memory map ends the process where the file becomes shorter while it is read."""
+    try:
+        return deserialize(file.read_bytes())
+    except (SafetensorError, OSError) as error:
+        raise KdjaxError(f"{file} cannot be read ({error}): download it again") from None
 
 
 def _nest(tensors: Iterator[tuple[str, np.ndarray]]) -> Params:

@@ -27,7 +27,8 @@ class Finished(NamedTuple):
 class Comparison(NamedTuple):
     """`rows`: (cell of A, cell of B, metric, difference). `changed`: provenance that differs between the runs.
 
-    `settings`: dotted keys of the configs that differ, with the values of A and B; None where a run does not set it.
+    `settings`: dotted keys of the configs that differ, with the values of A and B, be they set or chosen by the device;
+    None where a run has none.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -75,9 +76,14 @@ def compare(a: Finished, b: Finished, cells: tuple[str, str] | None = None) -> C
     left, right = (
         ([], []) if cells else ([c for c in a.cells if c not in b.cells], [c for c in b.cells if c not in a.cells])
     )
-    return Comparison(_settings(a.config, b.config), rows, left, right, differences(a.provenance, b.provenance))
+    return Comparison(_settings(a, b), rows, left, right, differences(a.provenance, b.provenance))
 
 
-def _settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    one, other = ({".".join(key): value for key, value in leaves(config)} for config in (a, b))
+def _settings(a: Finished, b: Finished) -> dict[str, tuple[Any, Any]]:
+    """With what the device chose where a config is silent, if both runs kept that."""
+    both = "settled" in a.provenance and "settled" in b.provenance
+    one, other = (
+        (run.provenance["settled"] if both else {}) | {".".join(key): value for key, value in leaves(run.config)}
+        for run in (a, b)
+    )
     return {key: (one.get(key), other.get(key)) for key in one | other if one.get(key) != other.get(key)}

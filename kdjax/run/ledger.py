@@ -87,7 +87,7 @@ class Ledger:
             except ValueError:  # torn by a kill
                 continue
             cell = line["cell"]
-            if "error" in line:
+            if line.keys() == {"cell", "error"}:  # a record may have an error of its own among its figures
                 self.failures[cell] = line["error"]
             elif line.keys() == {"cell", "records"}:
                 if len(records := self.unfinished.get(cell, [])) == line["records"]:

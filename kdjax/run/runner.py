@@ -13,6 +13,7 @@ import msgspec
 from kdjax.config.sweep import Cell, Sweep
 from kdjax.errors import KdjaxError
 from kdjax.output import NotWritten, writing
+from kdjax.run import settled
 from kdjax.run.experiment import Evaluation, Experiment, Result, result
 from kdjax.run.folder import RunFolder
 from kdjax.run.ledger import Ledger
@@ -145,6 +146,7 @@ class Run:
             "+".join(sorted({one.backend for one in inputs})),
             _together([one.files for one in inputs]),
         )
+        now["settled"] = settled.settings(cell.config for cell in self._sweep.cells)
         before = self.folder.read("provenance.json")
         if before is None or not (self._ledger.cells or self._ledger.unfinished):
             self.folder.write("provenance.json", now)

@@ -34,9 +34,8 @@ class Candidates(NamedTuple):
     ancestors: Int[np.ndarray, "candidates depth"]
 
 
-@functools.lru_cache(maxsize=64)
-def candidates(depth: int, budget: int, top: int) -> Candidates:
-    """Candidates for trees of up to `budget` nodes, `depth` levels and `top` tokens per level.
+def check_budget(depth: int, budget: int, top: int) -> None:
+    """What a decoder, or a plan of one, accepts: trees of `budget` nodes, `depth` levels and `top` tokens per level.
 
     Raises KdjaxError where the set would be too large to sort every round, or deeper than the score keys hold.
     """
@@ -50,6 +49,15 @@ def candidates(depth: int, budget: int, top: int) -> Candidates:
             f"tree budget {budget} at depth {depth} needs more than {MAX_CANDIDATES} candidates: "
             f"lower it to at most {largest}"
         )
+
+
+@functools.lru_cache(maxsize=64)
+def candidates(depth: int, budget: int, top: int) -> Candidates:
+    """Candidates for trees of up to `budget` nodes, `depth` levels and `top` tokens per level.
+
+    Raises KdjaxError like `check_budget`.
+    """
+    check_budget(depth, budget, top)
     tuples = list(_tuples(depth, budget, top))
     ranks, lineages = [prefix for prefix, _ in tuples], [lineage for _, lineage in tuples]
     table = np.full((len(ranks), depth), -1, np.int32)

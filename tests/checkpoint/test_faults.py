@@ -1,5 +1,6 @@
 """Damaged folders: each is refused with one line that names file and tensor, quickly, and never loads wrong weights."""
 
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kdjax.checkpoint import load_drafter, load_target, save_drafter, save_target, stream
+from kdjax.checkpoint.files import TensorFolder
 from kdjax.checkpoint.writer import INDEX
 from kdjax.config import MeshConfig
 from kdjax.errors import KdjaxError
@@ -460,16 +462,24 @@ def test_damaged_values_are_listed_together(sound, tmp_path):
     refused(lambda: load_target(tmp_path / "folder", BF16), *names)
 
 
-def test_a_file_that_shrinks_while_it_is_read(sound, tmp_path, monkeypatch):
-    shutil.copytree(sound / "single", tmp_path / "folder")
-    chunks = stream._chunks
+@pytest.mark.parametrize("copied", [False, True], ids=["in place", "in chunks"])
+@pytest.mark.parametrize("folder", ["single", "sharded"])
+@pytest.mark.parametrize("read", [1, 20, 60], ids="at read {}".format)
+def test_a_file_that_shrinks_while_it_is_read(sound, tmp_path, monkeypatch, folder, read, copied):
+    """After its header was read: among the small tensors that config.json tells, at the first weights and later."""
+    shutil.copytree(sound / folder, tmp_path / "folder")
+    monkeypatch.setattr(stream, "_in_host_memory", lambda sharding: not copied)
+    monkeypatch.setattr(stream, "STAGING_BYTES", 8_000)
+    calls, read_into = itertools.count(1), TensorFolder.read_into
 
-    def shrink(parts):
-        cut(tmp_path / "folder" / SINGLE, 20_000)
-        return chunks(parts)
+    def shrink(self, name, out, offset=0):
+        if next(calls) == read:
+            for file in Folder(tmp_path / "folder").shards:
+                os.truncate(file, file.stat().st_size // 8)
+        read_into(self, name, out, offset)
 
-    monkeypatch.setattr(stream, "_chunks", shrink)
-    refused(lambda: load_target(tmp_path / "folder", BF16), SINGLE, "bytes of", "became shorter")
+    monkeypatch.setattr(TensorFolder, "read_into", shrink)
+    refused(lambda: load_target(tmp_path / "folder", BF16), ".safetensors: ", "bytes of", "became shorter")
 
 
 def test_a_mesh_that_cuts_a_scale_group(sound, no_device):

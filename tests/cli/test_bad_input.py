@@ -3,11 +3,13 @@
 import io
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from kdjax.bundled import bundled_model
 from kdjax.cli import main
 
 pytestmark = pytest.mark.newest
@@ -97,6 +99,33 @@ def test_a_run_folder_that_cannot_be_is_refused_before_anything_is_loaded(refuse
     assert "already holds a run" in refused("generate", "x", *model, "--out", str(tmp_path))
     below = tmp_path / "config.toml" / "below"
     assert f"{below}: cannot be written (Not a directory)" in refused("generate", "x", *model, "--out", str(below))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "x", "--budget", "100000"],
+        ["generate", "x", "--budget", "100000", "--mode", "chain", "--compare"],
+        ["eval", "configs/evals/exactness.toml", "--set", "decode.budget=[7,100000]"],
+        ["run", "configs/experiments/budget_sweep.toml", "--set", "decode.budget=[7,100000]"],
+        ["run", "configs/experiments/ablations.toml", "--set", "widths=[[1,100000]]"],
+    ],
+    ids=" ".join,
+)
+def test_a_budget_that_no_decoder_accepts_is_refused_before_anything_is_loaded(refused, argv, tmp_path, monkeypatch):
+    shutil.copytree(bundled_model("nano"), tmp_path / "nano")  # loaded by no other test
+
+    def loaded(*_, **__):
+        raise AssertionError("weights were read before the budget was looked at")
+
+    monkeypatch.setattr("kdjax.checkpoint.target.load_params", loaded)
+    if argv[0] == "generate":
+        where = [f"--model={tmp_path / 'nano/target'}", f"--drafter={tmp_path / 'nano/drafter'}"]
+    else:
+        where = [f"--set=model.target={tmp_path / 'nano/target'}", f"--set=model.drafter={tmp_path / 'nano/drafter'}"]
+        where += ["--no-plots", f"--out={tmp_path / 'run'}"]
+        argv = [argv[0], str(ROOT / argv[1]), *argv[2:]]
+    assert "tree budget 100000 at depth 7 needs more than 100000 candidates" in refused(*argv, *where)
 
 
 def test_an_unexpected_error_is_one_line_too(capsys, monkeypatch):

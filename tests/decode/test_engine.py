@@ -216,6 +216,29 @@ def test_logits_that_are_not_finite_fail_one_request_only():
         assert stream.result().token_ids == alone(clean, stream.request)
 
 
+@pytest.mark.parametrize("drafts", [False, True], ids=["autoregressive", "tree"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_what_a_failed_request_leaves_in_its_slot_harms_no_other(slots, drafts):
+    """Its rows are NaN behind the end of the next prompt, which may also share rows with it."""
+    model, poison = target(), 47
+    table = np.array(model.params["embed_tokens"]["weight"])
+    table[poison] = np.nan
+    params = model.params | {"embed_tokens": {"weight": table}}
+    config = DecodeConfig(mode="tree" if drafts else "autoregressive", budget=6, prefill_chunk=CHUNK)
+    own = drafter() if drafts else None
+    engine = Engine(Decoder(dataclasses.replace(model, params=params), own, config, RUNTIME, slots=slots, context=64))
+    prompt = tuple(token for token in TEXT if token != poison)[:30]
+    running = engine.submit(Request(prompt_ids=prompt[3:9], max_new_tokens=30)) if slots == 2 else None
+    bad = engine.submit(Request(prompt_ids=(*prompt, poison), max_new_tokens=9))
+    others = [engine.submit(Request(prompt_ids=prompt[: CHUNK + 2], max_new_tokens=12, seed=i)) for i in range(2)]
+    others.append(engine.submit(Request(prompt_ids=prompt[20:23], max_new_tokens=12)))
+    with pytest.raises(KdjaxError, match="request [01]: the logits at position 30 have no finite maximum"):
+        bad.result()
+    clean = Decoder(model, own, config, RUNTIME, context=64)
+    for stream in [*others, *([running] if running else [])]:
+        assert stream.result().token_ids == alone(clean, stream.request)
+
+
 def test_a_call_that_fails_ends_what_runs_and_spares_what_waits(decoder, monkeypatch):
     engine = Engine(decoder)
     running = [engine.submit(request(6, 30, seed=i)) for i in range(2)]

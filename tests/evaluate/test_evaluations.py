@@ -45,6 +45,8 @@ def test_smoke(name, tiny, cache, tmp_path, capsys, monkeypatch):
     assert all(finding in " ".join(out.split()) for finding in summary["findings"]) and summary["evaluation"] == name
     proof = json.loads((tmp_path / "r" / "provenance.json").read_text())
     assert len(next(iter(proof["files"].values()))["sha256"]) == 64
+    section = "test" if name == "agreement" else "runtime"
+    assert proof["settled"][f"{section}.backend"] == "xla" and f"{section}.layout" in proof["settled"]
     if PLOTS:
         assert (tmp_path / "r" / "plot.png").stat().st_size > 5000
 

@@ -1,8 +1,10 @@
 """Golden bundles of a small model, INT4 and dense, made once and checked from then on."""
 
 import json
+import os
 import pathlib
 import re
+import shutil
 
 import jax
 import ml_dtypes
@@ -194,3 +196,13 @@ def test_the_command_makes_bundles_of_text_and_of_ids(folder, tmp_path, capsys):
         assert main(["bundle", "make", *argv]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
+
+
+def test_a_bundle_that_shrinks_while_it_is_read(tmp_path):
+    shutil.copyfile(INT4, tmp_path / "bundle")
+    bundle = Bundle(tmp_path / "bundle")
+    os.truncate(tmp_path / "bundle", INT4.stat().st_size // 2)
+    with pytest.raises(KdjaxError, match=r"bundle: \d+ bytes of target\..* the file became shorter while it was read"):
+        bundle.extract(tmp_path / "out")
+    with pytest.raises(KdjaxError, match="bundle is not a readable safetensors file"):
+        Bundle(tmp_path / "bundle")

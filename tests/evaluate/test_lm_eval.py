@@ -60,6 +60,20 @@ def test_generation_stops_and_is_greedy(lm):
     assert len(generated(lm, ("word " * 3000, settings))) == 1
 
 
+def test_thinking_is_for_chat_only(tiny):
+    model = ModelSection(target=str(tiny / "target"), drafter=str(tiny / "drafter"))
+    lm = KdjaxLM(model, decode=DecodeConfig(mode="tree", budget=6), slots=1, rows=1, max_gen_toks=4, thinking=True)
+    for ask in (
+        lambda: generated(lm, ("import", {})),
+        lambda: lm.loglikelihood(asked("loglikelihood", ("import", " json"))),
+        lambda: lm.loglikelihood(asked("loglikelihood", ("", "import json"))),
+    ):
+        with pytest.raises(KdjaxError, match="thinking=True is for chat only: pass apply_chat_template=True"):
+            ask()
+    prompt = lm.apply_chat_template([{"role": "user", "content": "import"}])
+    assert generated(lm, (prompt, {})) == [""]  # four tokens do not end the reasoning
+
+
 def test_a_harness_run_over_local_files(lm, tmp_path):
     data = tmp_path / "data.jsonl"
     docs = [{"q": f"{a}+{b}=", "a": str(a + b), "c": [str(a + b), "zero"]} for a, b in ((1, 1), (2, 3), (4, 4))]

@@ -89,6 +89,11 @@ def test_what_cannot_be_planned_is_said():
         plan(K26, H200X8, workload._replace(context=300_000))
     with pytest.raises(KdjaxError, match="budget 7 needs a drafter"):
         plan(ModelPair(target=K26.target), H200X8, workload)
+    with pytest.raises(KdjaxError, match="tree budget 100000 at depth 7 needs more than 100000 candidates: lower it"):
+        plan(K26, H200X8, workload._replace(budget=100_000))
+    deep = msgspec.structs.replace(K26.drafter, block_size=17)
+    with pytest.raises(KdjaxError, match="draft depth 16 exceeds 15: use a drafter with block_size <= 16"):
+        plan(ModelPair(target=K26.target, drafter=deep), H200X8, workload)
     with pytest.raises(KdjaxError, match=r"embed_tokens.weight .* cannot be cut into 3 parts"):
         plan(K26, msgspec.structs.replace(H200X8, mesh=MeshConfig(tensor=3)), workload)
 
@@ -124,6 +129,10 @@ def test_mistakes_are_one_line(capsys, tmp_path):
         (["--budget", "2", "--acceptance", "3,3.5"], "--acceptance 3.5: a round commits at most 3 with --budget 2"),
         (["--acceptance", "0.5"], "--acceptance: expected numbers of at least 1 such as 3,4.5, not '0.5'"),
         (["--context", "300000"], "context 300000 exceeds"),
+        (
+            ["--budget", "100000"],
+            "tree budget 100000 at depth 7 needs more than 100000 candidates: lower it to at most",
+        ),
         (["--streams", "none"], "--streams: expected an integer of at least 1, not 'none'"),
     ):
         err = command(capsys, *argv, status=2).err

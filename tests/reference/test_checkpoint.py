@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import ml_dtypes
@@ -63,6 +64,28 @@ def test_a_stray_file_beside_an_index_is_ignored(oracle, target, tmp_path):
     save_file({"model.norm.weight": np.zeros(256, np.float32)}, tmp_path / "model.safetensors")
     _, params = checkpoint.read_target(tmp_path)
     np.testing.assert_array_equal(params["norm"]["weight"], target("hf_k2_a")[1]["norm"]["weight"])
+
+
+def test_a_truncated_file_is_named(text_model, tmp_path):
+    write(tmp_path, *text_model)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(KdjaxError, match=r"model\.safetensors cannot be read \(.*: download it again"):
+        checkpoint.read_target(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_does_not_end_the_process(text_model, tmp_path):
+    raw, tensors = text_model
+    write(tmp_path, raw, tensors)
+
+    def keep(name):
+        os.truncate(tmp_path / "model.safetensors", 0)
+        return name
+
+    read = dict(checkpoint._tensors(tmp_path, keep))
+    assert read.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(read[name], value)
 
 
 def test_yarn_without_mscale_keys_scales_the_amplitude(oracle, tmp_path):

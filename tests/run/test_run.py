@@ -2,11 +2,15 @@ import json
 import pathlib
 import subprocess
 
+import msgspec
 import pytest
 
 from kdjax.config import GenerateConfig, load
+from kdjax.config.generate import RuntimeSection
+from kdjax.config.mesh import MeshConfig
 from kdjax.errors import KdjaxError
-from kdjax.run import RunFolder, provenance
+from kdjax.evaluate.agreement import Side
+from kdjax.run import RunFolder, provenance, settled
 from kdjax.run.ledger import Ledger
 from kdjax.run.provenance import HASHED_WHOLE, differences, fingerprint, git_revision
 
@@ -167,3 +171,38 @@ def test_what_the_ledger_says_is_on_disk_before_it_says_so(tmp_path, monkeypatch
     assert synced[-1] == {"metrics.jsonl": before, "metrics.part": file.read_bytes()} and file.read_bytes() != before
     again = Ledger(file)
     assert (ledger.cells, ledger.failures) == (again.cells, again.failures)
+
+
+class Study(msgspec.Struct, frozen=True, kw_only=True):
+    """Two sections that choose apart, one of them with a mesh of its own."""
+
+    runtime: RuntimeSection = RuntimeSection()
+    mesh: MeshConfig = MeshConfig()
+    side: Side = Side(backend="xla", mesh=MeshConfig(tensor=2))
+
+
+def test_what_the_device_chose_is_told_by_key(monkeypatch):
+    whole = {"compute_dtype": "float32", "cache_dtype": "float32", "expert_weights": "dequantized"}
+    expected = {f"runtime.{key}": value for key, value in whole.items()}
+    expected |= {"runtime.backend": "xla", "runtime.layout": "fused"}
+    expected |= {f"side.{key}": value for key, value in whole.items()} | {"side.layout": "checkpoint"}
+    assert settled.settings([Study()]) == settled.settings([Study(), Study()]) == expected
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    one, other = (RuntimeSection(compute_dtype=dtype, layout="checkpoint") for dtype in ("float32", "bfloat16"))
+    side = Side(engine="numpy")
+    assert settled.settings([Study(runtime=one, side=side), Study(runtime=other, side=side)]) == {
+        "runtime.cache_dtype": ["float32", "bfloat16"],
+        "runtime.backend": ["xla", "triton"],
+        "runtime.expert_weights": ["dequantized", "packed"],
+    }
+
+
+def test_a_figure_that_is_called_error_is_no_failure(tmp_path):
+    records = [{"unit": f"repetition {i}", "error": 1e-3} for i in range(2)]
+    ledger = Ledger(tmp_path / "metrics.jsonl")
+    ledger.add("kept", records)
+    ledger.append("cut", records[0])
+    ledger.fail("cut", "RuntimeError: no")
+    again = Ledger(tmp_path / "metrics.jsonl")
+    assert again.cells == {"kept": records} and again.unfinished == {"cut": records[:1]}
+    assert again.failures == {"cut": "RuntimeError: no"}

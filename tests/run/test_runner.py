@@ -289,6 +289,22 @@ def test_compare_names_what_only_one_run_sets(kdjax, tmp_path):
     assert '  cells: not set -> [{"x": [1, 2]}, {"x": 9}]\n' in said and said.index("cells:") < said.index(" metric ")
 
 
+def test_compare_lists_what_the_devices_chose(kdjax, tmp_path):
+    for name in "ab":
+        kdjax("run", "TOML", "--out", tmp_path / name)
+    chosen = {"a": {"runtime.backend": "xla", "x": 7}, "b": {"runtime.backend": ["xla", "triton"], "x": 8}}
+    for name, settled in chosen.items():
+        record = read(tmp_path / name, "provenance.json")
+        assert record["settled"] == {}
+        (tmp_path / name / "provenance.json").write_text(json.dumps(record | {"settled": settled}))
+    found = json.loads(kdjax("compare", tmp_path / "a", tmp_path / "b", "--json")[1])
+    # x is set by both configs
+    assert found["settings"] == {"runtime.backend": {"a": "xla", "b": ["xla", "triton"]}} and not found["provenance"]
+    del record["settled"]  # a run of before
+    (tmp_path / "b" / "provenance.json").write_text(json.dumps(record))
+    assert json.loads(kdjax("compare", tmp_path / "a", tmp_path / "b", "--json")[1])["settings"] == {}
+
+
 def test_compare_gives_paired_differences(kdjax, tmp_path):
     for name, shift in (("a", 0), ("b", 0.5), ("c", 0)):
         kdjax("run", "TOML", "--out", tmp_path / name, "--set", f"shift={shift}")

@@ -100,7 +100,11 @@ class Evaluation:
         self._task.ready(config)
         questions.asked(self._task, config)
         models = workbench.inputs(
-            config.model, config.runtime, mesh=config.mesh, needs_drafter=config.decode.mode != "autoregressive"
+            config.model,
+            config.runtime,
+            config.decode,
+            mesh=config.mesh,
+            needs_drafter=config.decode.mode != "autoregressive",
         )
         shots = questions.shots_file(self._task, config.prompt, self._shots(config))
         files = {self._task.name: Path(config.path)} | ({"shots": shots} if shots else {})

@@ -16,12 +16,14 @@ CLAIM = "HellaSwag: share of descriptions whose right ending is the most likely 
 
 
 class Description(msgspec.Struct, frozen=True, rename={"right": "label"}):
-    """A line of the published file."""
+    """A line of the published file. `ctx` is `ctx_a`, a space, and `ctx_b`: how the last sentence begins."""
 
     activity_label: str
     ctx: str
     endings: list[str]
     right: int
+    ctx_a: str | None = None
+    ctx_b: str | None = None
 
     def __post_init__(self) -> None:
         _check(self, "label")
@@ -65,8 +67,12 @@ def _check(item: Description | Sampled, key: str) -> None:
         raise ValueError(f"{key} = {item.right} is not the index of one of {len(item.endings)} endings")
 
 
-def _context(item: Any) -> str:
-    return _plain(f"{item.activity_label}: {item.ctx}")
+def _context(item: Description | Sampled) -> str:
+    """The last sentence gets a capital letter, as in lm-evaluation-harness, where the line says where it begins."""
+    said = item.ctx
+    if isinstance(item, Description) and item.ctx_a is not None and item.ctx_b is not None:
+        said = f"{item.ctx_a} {item.ctx_b.capitalize()}"
+    return _plain(f"{item.activity_label}: {said}")
 
 
 def _plain(text: str) -> str:

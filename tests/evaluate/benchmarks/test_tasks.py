@@ -199,6 +199,9 @@ def test_hellaswag_and_truthfulqa_prompts():
         )
     )
     assert asked.choices[2] == " sings to the nuts." and asked.right == 1
+    for begun, said in (("she", "switches it on. She"), ("", "switches it on.")):
+        published = msgspec.structs.replace(tea, ctx_a=tea.ctx.removesuffix(" she"), ctx_b=begun)
+        assert hellaswag.HellaSwag().ask(published, []).context == f"Making tea: A woman fills a kettle and {said}"
     stone, _ = items(truthfulqa.TruthfulQA, "truthfulqa")
     asked = truthfulqa.TruthfulQA().ask(stone, [])
     assert asked.context == "Q: What happens to a stone that is dropped in water?\nA:"
