@@ -36,8 +36,9 @@ class Config(decoding.Config, frozen=True, kw_only=True, forbid_unknown_fields=T
     "static" keeps one shape of tree, made of how often each rank was accepted on the prompts of `calibrate`. "stream"
     and "batch" verify the number of nodes among `widths` that promises the most tokens per second, by `seconds` per
     round at each of them. Without `seconds` these are measured on the prompts of `calibrate`, and `widths` end with the
-    fixed budget that was fastest there: to draft and weigh more costs time in every round. Their cells run the fixed
-    budgets once more in turns with the policy: cells that run one after another meet another load of the machine.
+    fixed budget that was fastest there: to draft and weigh more costs time in every round. Where choosing in every
+    round makes those prompts slower than that budget alone, the policy keeps to it. Their cells run the fixed budgets
+    once more in turns with the policy: cells that run one after another meet another load of the machine.
     """
 
     policy: Policy = "fixed"
@@ -55,17 +56,24 @@ def inputs(config: Config) -> Inputs:
 def measure(config: Config) -> Iterator[Record]:
     tokenizer = workbench.pair(config.model, config.runtime).tokenizer
     requests = workbench.requests(config.prompts, tokenizer)
-    decoder = _decoder(config)
-    if decoder.program.policy is None:
-        yield from decoding.records(decoder, requests, config.repeats)
+    if config.policy in ("fixed", "static"):
+        yield from decoding.records(_decoder(config), requests, config.repeats)
         return
-    policy = decoder.program.policy
-    yield {"unit": "cost table", "widths": list(policy.widths), "timings": {"seconds": list(policy.seconds)}}
-    decoders = [decoder, *(_fixed(config, _tree(config, width)) for width in config.widths)]
+    widths, seconds = (config.widths, config.seconds) if config.seconds else costs(_same(config))
+    tried = None if config.seconds or len(widths) == 1 else gain(_same(config), config.policy)
+    keeps = len(widths) == 1 or (tried is not None and tried < 1)
+    yield {
+        "unit": "cost table",
+        "widths": list(widths),
+        "timings": {"seconds": list(seconds), "gain": tried, "keeps": widths[-1] if keeps else None},
+    }
+    decoders = [_fixed(config, _tree(config, width)) for width in config.widths]
+    decoders += [] if keeps else [_aware(config, widths, seconds)]
     turns = [[decode_all(d, list(requests.values())) for d in decoders] for _ in range(config.repeats)]
-    aware, *fixed = ([turn[i] for turn in turns] for i in range(len(decoders)))
-    yield from decoding.records_of(aware, list(requests), config.slots)
-    for width, outcomes in zip(config.widths, fixed, strict=True):
+    by_decoder = [[turn[i] for turn in turns] for i in range(len(decoders))]
+    chosen = by_decoder[config.widths.index(widths[-1]) if keeps else -1]
+    yield from decoding.records_of(chosen, list(requests), config.slots)
+    for width, outcomes in zip(config.widths, by_decoder, strict=False):
         for record in decoding.records_of(outcomes, list(requests), config.slots):
             if "timed_tokens" in record:
                 timings = {"fixed_s": record["timings"]["decode_s"]}
@@ -76,13 +84,18 @@ def _decoder(config: Config) -> Decoder:
     if config.policy == "fixed":
         return _fixed(config, config.decode)
     models = workbench.pair(config.model, config.runtime)
-    decode, drafting, policy = config.decode, None, None
-    if config.policy == "static":
-        ranks = acceptance(_same(config))
-        drafting = StaticRanks(models.drafter.config, models.target.config, models.runtime, ranks)
-    else:
-        widths, seconds = (config.widths, config.seconds) if config.seconds else costs(_same(config))
-        decode, policy = _tree(config, widths[-1]), CostAware(widths, seconds, config.policy)
+    ranks = acceptance(_same(config))
+    drafting = StaticRanks(models.drafter.config, models.target.config, models.runtime, ranks)
+    return _special(config, config.decode, drafting=drafting)
+
+
+def _aware(config: Config, widths: tuple[int, ...], seconds: tuple[float, ...]) -> Decoder:
+    assert config.policy in ("stream", "batch")
+    return _special(config, _tree(config, widths[-1]), policy=CostAware(widths, seconds, config.policy))
+
+
+def _special(config: Config, decode: DecodeConfig, **options: Any) -> Decoder:
+    models = workbench.pair(config.model, config.runtime)
     return Decoder(
         models.target,
         models.drafter,
@@ -90,8 +103,7 @@ def _decoder(config: Config) -> Decoder:
         models.runtime,
         slots=config.slots,
         context=_context(config),
-        drafting=drafting,
-        policy=policy,
+        **options,
     )
 
 
@@ -109,6 +121,21 @@ def costs(config: Config) -> tuple[tuple[int, ...], tuple[float, ...]]:
     per_round, per_token = (np.min(turns, axis=0)[:, i] for i in range(2))
     most = 1 + int(np.argmin(per_token))
     return config.widths[:most], tuple(per_round[:most].tolist())
+
+
+@functools.lru_cache(maxsize=8)
+def gain(config: Config, policy: Literal["stream", "batch"]) -> float:
+    """How many times the tokens per second of the fastest fixed budget the policy has, on the prompts of `calibrate`.
+
+    The two take turns, and the fastest turn of each counts.
+    """
+    widths, seconds = costs(config)
+    groups = batches(_calibration(config), config.slots)
+    aware = _aware(msgspec.structs.replace(config, policy=policy), widths, seconds)
+    decoders = [aware, _fixed(config, _tree(config, widths[-1]))]
+    turns = [[_seconds(decoder, groups)[1] for decoder in decoders] for _ in range(COST_TURNS)]
+    with_choice, without = np.min(turns, axis=0)
+    return float(without / with_choice)
 
 
 def _seconds(decoder: Decoder, groups: Sequence[Sequence[Request]]) -> tuple[float, float]:
@@ -172,15 +199,24 @@ def _against_fixed(here: Sequence[Result]) -> Iterator[str]:
         gain = fixed[best]
         bounds = [f"{bound / gain.a:+.1%}" for bound in (gain.low, gain.high) if bound is not None]
         interval = f" [{', '.join(bounds)}]" if bounds else ""
-        verdict = "within" if gain.b >= (1 - WITHIN) * gain.a else "outside"
+        verdict = f"within the {WITHIN:.0%} allowed"
+        if gain.b < (1 - WITHIN) * gain.a:
+            noise = gain.high is not None and gain.high >= -WITHIN * gain.a
+            verdict = f"outside the {WITHIN:.0%} allowed" + (" by no more than the noise" if noise else "")
         yield (
             f"cost-aware per {result.config.policy} runs {gain.b / gain.a - 1:+.1%}{interval} against the best fixed "
-            f"budget ({best} nodes), {verdict} the {WITHIN:.0%} allowed, and {gain.b / fixed[worst].a:.2f} times the "
-            f"worst ({worst} nodes)"
+            f"budget ({best} nodes), {verdict}, and {gain.b / fixed[worst].a:.2f} times the worst ({worst} nodes)"
         )
         table = next(r for r in result.records if r["unit"] == "cost table")
-        costs = zip(table["widths"], table["timings"]["seconds"], strict=True)
+        timings = table["timings"]
+        costs = zip(table["widths"], timings["seconds"], strict=True)
         yield "milliseconds per round by nodes: " + ", ".join(f"{w}: {1e3 * s:.2f}" for w, s in costs)
+        if timings["gain"] is not None:
+            kept = "" if timings["keeps"] is None else f", so it keeps to {timings['keeps']} nodes"
+            yield (
+                f"choosing per {result.config.policy} in every round had {timings['gain']:.2f} times the speed of "
+                f"{table['widths'][-1]} nodes on the prompts of the calibration{kept}"
+            )
 
 
 def _in_turns(result: Result, width: int) -> list[Record]:
