@@ -10,6 +10,8 @@ from importlib import resources
 
 import jax.numpy as jnp
 
+TILE = 64  # query rows that a program takes at most
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -64,7 +66,9 @@ def choose(
     cache_dtype: jnp.dtype,
     kernels: tuple[str, ...] = ("triton",),
 ) -> Config:
-    """The tuned case nearest in powers of two; unknown devices use the table "default".
+    """The tuned case nearest in powers of two, more query rows than a tile's in whole tiles.
+
+    Unknown devices use the table "default".
 
     Float32 queries and one-byte caches need other shared memory than bf16, and have tables of their own.
 
@@ -86,7 +90,11 @@ def choose(
         raise NotImplementedError(f"tree_attention: {' and '.join(kernels)} cannot run on {device_kind}: use 'triton'")
 
     def preference(case: dict) -> tuple[float, int]:
-        distance = sum(abs(math.log2(size / case[name])) for name, size in asked.items())
+        distance = sum(abs(math.log2(_paid(name, size) / _paid(name, case[name]))) for name, size in asked.items())
         return distance, kernels.index(case["config"].get("kernel", "triton"))
 
     return Config(**min(allowed, key=preference)["config"])
+
+
+def _paid(name: str, size: int) -> int:
+    return -(-size // TILE) * TILE if name == "query_rows" and size > TILE else size

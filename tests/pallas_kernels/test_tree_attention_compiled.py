@@ -136,3 +136,12 @@ def test_mosaic_plan_has_a_word_per_row(mask):
     bits = (np.asarray(plan.words)[:, node // 32] >> (node % 32)[None, :, None]) & 1
     expected = np.broadcast_to(np.tril(np.ones((q, q), bool)), trees.shape) if mask == "chain" else trees
     np.testing.assert_array_equal(bits[..., : q * heads].transpose(0, 2, 1), np.repeat(expected, heads, axis=1))
+
+
+def test_rows_are_looked_up_in_the_tiles_that_they_fill():
+    """9 tokens of 8 heads fill two tiles of 64 rows, as 16 do, and not the one that 8 fill."""
+    chosen = {
+        tokens: choose(H200, 8 * tokens, 1, 32832, jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), ("mosaic", "triton"))
+        for tokens in (8, 9, 16)
+    }
+    assert chosen[9] == chosen[16] != chosen[8]
