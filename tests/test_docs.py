@@ -181,6 +181,13 @@ def test_commands_have_the_options_that_they_use(text):
         command._parse(shlex.split(line, comments=True)[1:])
 
 
+@pytest.mark.parametrize(
+    "text", [*TEXTS, *(ROOT / "configs").rglob("*.toml")], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_lists_of_commands_are_quoted_or_some_shells_take_them_for_names_of_files(text):
+    assert not re.findall(r"--set [^\s'\"]*\[.*", text.read_text())
+
+
 def test_a_command_with_an_option_that_does_not_exist_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```\ngit log | FLAG=1 kdjax generate --no-such-option - | less\n```\n")
