@@ -28,7 +28,8 @@ def conclude(results: Sequence[Result]) -> list[str]:
             f"tau grows from {first.value('tau_micro'):.2f} with {first.config.decode.budget} nodes to "
             f"{last.value('tau_micro'):.2f} with {last.config.decode.budget}"
             if gained > 0
-            else f"tau does not grow from {first.config.decode.budget} to {last.config.decode.budget} nodes"
+            else f"tau does not grow from {first.config.decode.budget} to {last.config.decode.budget} nodes on these "
+            f"{len(first.records)} prompts"
         )
         middle = trees[len(trees) // 2]
         if gained > 0 and middle is not last:

@@ -288,10 +288,11 @@ def _experiment(file: Path) -> str:
     return "\n\n".join(
         [
             f"### {file.stem}",
-            f"Reproduces in kind: {summary['claim']}",
+            f"Published: {summary['claim']}",
             _table(["cell", *metrics], rows),
             "\n".join(f"- `{name}`: {summary['metrics'][name].get('definition') or name}" for name in metrics),
             *([f"![{file.stem}](results/{image})"] if (file.with_suffix(".png")).exists() else []),
+            "Found here:",
             "\n".join(f"- {finding}" for finding in summary["findings"]),
             f"{where}. {summary['note']}".strip(),
         ]

@@ -1,15 +1,22 @@
-"""The documentation keeps what it promises: reference, navigation, links and commands."""
+"""The documentation keeps what it promises: reference, navigation, links, commands and the figures they print."""
 
 import ast
 import importlib
 import inspect
+import json
 import pathlib
 import re
 import shlex
 
 import pytest
 
+import kdjax
+from experiments import budget_sweep
 from kdjax.cli import command
+from kdjax.config import ModelPair, load
+from kdjax.config.sweep import read_sweep
+from kdjax.decode import pool, tau_macro
+from kdjax.evaluate import documents
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -174,9 +181,98 @@ def test_commands_have_the_options_that_they_use(text):
         command._parse(shlex.split(line, comments=True)[1:])
 
 
+@pytest.mark.parametrize(
+    "text", [*TEXTS, *(ROOT / "configs").rglob("*.toml")], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_lists_of_commands_are_quoted_or_some_shells_take_them_for_names_of_files(text):
+    assert not re.findall(r"--set [^\s'\"]*\[.*", text.read_text())
+
+
 def test_a_command_with_an_option_that_does_not_exist_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```\ngit log | FLAG=1 kdjax generate --no-such-option - | less\n```\n")
     [line] = commands(page)
     with pytest.raises(ValueError, match="unrecognized arguments: --no-such-option"):
         command._parse(shlex.split(line, comments=True)[1:])
+
+
+PRINTED = [
+    ("import json", 128, 15),
+    ("import json", 128, 0),
+    ("def fibonacci(n):", 128, 15),
+    ("def fibonacci(n):", 32, 15),
+]
+"""Examples of the guides generate and bundle: prompt, tokens, tree budget."""
+NOTEBOOK = json.loads((DOCS / "notebooks/quickstart.ipynb").read_text())["cells"]
+SWEEP = read_sweep(
+    ROOT / "configs/experiments/budget_sweep.toml", kind_of=lambda name: budget_sweep.Config, smoke=True
+).cells
+
+
+def guide(name: str) -> str:
+    return (DOCS / f"guides/{name}.md").read_text()
+
+
+def of_the_notebook() -> tuple[list[tuple[str, int, int]], dict[int, float]]:
+    """What its loop over budgets decodes, and the tau that it printed; of budgets up to 15."""
+    cells = [cell for cell in NOTEBOOK if cell["cell_type"] == "code"]
+    prompts = ast.literal_eval(re.search(r"prompts = (\[.*\])", "".join(cells[1]["source"]))[1])
+    printed = "".join(text for cell in cells for output in cell["outputs"] for text in output.get("text", []))
+    taus = {budget: tau for budget, tau in ast.literal_eval(re.search(r"{0: .*}", printed)[0]).items() if budget <= 15}
+    return [(prompt, 48, budget) for budget in taus for prompt in prompts], taus
+
+
+def of_the_sweep(config: budget_sweep.Config) -> list[tuple[str, int, int]]:
+    section = config.prompts
+    return [(prompt.text, section.new_tokens, config.decode.budget) for prompt in documents.read(section, "prompts")]
+
+
+@pytest.fixture(scope="module")
+def statistics():
+    """Of all texts whose figures are printed somewhere: decoded at once, by one compiled program."""
+    nano = kdjax.bundled_model("nano")
+    target = kdjax.load_target(nano / "target", kdjax.CPU_EXACT)
+    drafter = kdjax.load_drafter(nano / "drafter", kdjax.CPU_EXACT, target.config)
+    tokenizer = kdjax.Tokenizer.from_checkpoint(nano / "target")
+    decoder = kdjax.Decoder(target, drafter, kdjax.DecodeConfig(budget=15), kdjax.CPU_EXACT, slots=4, context=192)
+    texts = [*PRINTED, *of_the_notebook()[0], *(text for cell in SWEEP for text in of_the_sweep(cell.config))]
+    requests = [
+        kdjax.Request(prompt_ids=tuple(tokenizer.encode_prompt(text)), max_new_tokens=new, budget=budget)
+        for text, new, budget in texts
+    ]
+    return {text: one.statistics for text, one in zip(texts, decoder.generate(requests), strict=True)}
+
+
+def test_printed_figures_of_single_texts_are_those_of_the_bundled_model(statistics):
+    compared, plain, generated, bundled = (statistics[text] for text in PRINTED)
+    first, second = generated.acceptance_by_depth[:2]
+    assert f" verify passes {generated.rounds:>13}\n tau micro {generated.tau:>17.2f}\n" in guide("generate")
+    assert f" accepted at depth 1 {first:>7.0%}\n accepted at depth 2 {second:>7.0%}\n" in guide("generate")
+    passes, tau = (
+        re.search(rf"^ {name} +(\S+) +\S+ +(\S+)$", guide("generate"), re.M).groups()
+        for name in ("verify passes", "tau micro")
+    )
+    assert passes == (f"{compared.rounds}", f"{plain.rounds}")
+    assert tau == (f"{compared.tau:.2f}", f"{plain.tau:.2f}")
+    assert f"tree: 32 tokens agree in {bundled.rounds} rounds" in guide("bundle")
+
+
+@pytest.mark.parametrize("cell", SWEEP, ids=lambda cell: cell.name)
+def test_printed_figures_of_the_small_budget_sweep_are_those_of_the_bundled_model(cell, statistics):
+    found = [statistics[text] for text in of_the_sweep(cell.config)]
+    micro, macro = pool(found).tau, tau_macro(found)
+    assert re.search(rf"^ {cell.name} +{micro:.4g} \[\S+ \S+\] +{macro:.4g} \[", guide("run"), re.M)
+    assert re.search(rf"^ {cell.name} +tau_micro +{micro:.4g} ", guide("compare"), re.M)
+
+
+def test_printed_figures_of_the_notebook_are_those_of_the_bundled_model(statistics):
+    texts, taus = of_the_notebook()
+    assert taus == {
+        budget: round(pool([statistics[text] for text in texts if text[2] == budget]).tau, 2) for budget in taus
+    }
+
+
+def test_printed_sizes_of_synth_are_those_of_the_config():
+    pair = load(ModelPair, ROOT / "configs/models/nano.toml")
+    layers = re.findall(r"^runs/random/(?:target|drafter): (\d+) layers", guide("synth"), re.M)
+    assert layers == [str(pair.target.num_hidden_layers), str(pair.drafter.num_hidden_layers)]

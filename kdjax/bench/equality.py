@@ -34,9 +34,7 @@ def compare(subject: Subject, workload: Workload, rounds: int) -> dict[str, Any]
     assert subject.mesh is not None and subject.rank_of is None
     if rounds > (most := SLACK // (workload.budget + 1)):
         raise KdjaxError(f"--rounds {rounds} could fill the caches: at most {most} of {workload.budget + 1} tokens")
-    first = subject.mesh.devices.flat[:1].tolist()
-    runtime = subject.runtime
-    one = Subject.of(subject.pair, ONE_DEVICE, runtime.backend, first, rank=False, dtype=runtime.compute_dtype)
+    one = alone(subject)
     params = one.params()
     if not workload.budget:
         params = params._replace(drafter=None)
@@ -60,6 +58,13 @@ def compare(subject: Subject, workload: Workload, rounds: int) -> dict[str, Any]
         found.append(jax.device_get(out[1] if isinstance(out[1], loop.Report) else out))
     expected, one_report, ours, our_report = found
     return {**_forwards(expected, ours), **_rounds(one_report, our_report)}
+
+
+def alone(subject: Subject) -> Subject:
+    """The whole model of `subject`, which is on a mesh, on its first device."""
+    assert subject.mesh is not None
+    first, runtime = subject.mesh.devices.flat[:1].tolist(), subject.runtime
+    return Subject.of(subject.pair, ONE_DEVICE, runtime.backend, first, rank=False, dtype=runtime.compute_dtype)
 
 
 def _compile(lower: Any, arguments: tuple[Any, ...]) -> Any:

@@ -17,7 +17,7 @@ from kdjax.checkpoint.revision import check_revisions
 from kdjax.checkpoint.writer import by_size, write_folder
 from kdjax.config import ONE_DEVICE, DrafterConfig, DrafterOverrides, ModelConfig, check_pair
 from kdjax.errors import KdjaxError
-from kdjax.model.runtime import Runtime
+from kdjax.model.runtime import Runtime, require_device
 from kdjax.sharding import drafter_specs, make_mesh
 from kdjax.sharding import shardings as shardings_of
 
@@ -58,8 +58,10 @@ def load_drafter(
         monitor: as of `load_target`.
 
     Raises:
-        KdjaxError: an unsupported config, a drafter for another target, damaged files, or another hash.
+        KdjaxError: kernels that this machine cannot run, an unsupported config, a drafter for another target, damaged
+            files, or another hash.
     """
+    require_device(runtime.backend)
     config = read_drafter_config(path)
     if overrides is not None:
         config = overrides.apply(config)

@@ -17,7 +17,7 @@ from kdjax.checkpoint.writer import by_size, write_folder
 from kdjax.config import ONE_DEVICE, Int4Config, ModelConfig
 from kdjax.errors import KdjaxError
 from kdjax.model import k2
-from kdjax.model.runtime import Runtime
+from kdjax.model.runtime import Runtime, require_device
 from kdjax.sharding import make_mesh, target_shardings
 
 WRAPPER_PREFIX = "language_model."
@@ -69,9 +69,11 @@ def load_target(
     `runtime.layout` "fused" all are then rearranged, which takes the memory of the model once more.
 
     Raises:
-        KdjaxError: an unsupported config; or files that are absent, damaged or not what the config describes, all
-            such findings in one error. Only NaN and absurd values are found later, while weights are read.
+        KdjaxError: kernels that this machine cannot run; an unsupported config; or files that are absent, damaged or
+            not what the config describes, all such findings in one error. Only NaN and absurd values are found later,
+            while weights are read.
     """
+    require_device(runtime.backend)
     folder = pathlib.Path(path)
     config = read_model_config(folder)
     leaves = _leaves(config, read_quantization(folder))

@@ -203,12 +203,13 @@ def _step(args: argparse.Namespace) -> int:
     subject, cluster, header = _subject(args)
     import jax
 
-    from kdjax.bench import step
+    from kdjax.bench import room, step
     from kdjax.plan import Workload
     from pallas_kernels import timing
 
     device = cluster.device if cluster else None
     workloads = [Workload(args.context, streams, rows - 1) for streams, rows in args.tokens]
+    room.require([subject], workloads)
     old = step.kept_rows(args.out, header)
     settings = step.Settings(
         tuple(args.parts), args.component_layers, args.threads, args.trace if "trace" in args.parts else None
@@ -233,15 +234,19 @@ def _equal(args: argparse.Namespace) -> int:
     if subject.mesh is None:
         raise KdjaxError(f"{args.mesh} is a mesh of one device: there is nothing to compare")
 
-    from kdjax.bench import equality
+    from kdjax.bench import equality, room
     from kdjax.plan import Workload
     from pallas_kernels import timing
 
+    workloads = [Workload(args.context, streams, each - 1) for streams, each in args.tokens]
+    for workload in workloads:  # one after the other
+        room.require([subject, equality.alone(subject)], [workload])
     rows = []
-    for streams, each in args.tokens:
+    for workload in workloads:
         if time.monotonic() > deadline:
             break
-        found = equality.compare(subject, Workload(args.context, streams, each - 1), args.rounds)
+        found = equality.compare(subject, workload, args.rounds)
+        streams, each = workload.streams, workload.budget + 1
         rows.append({"tokens": streams * each, "streams": streams, "context": args.context, **found})
         timing.write_rows(args.out, rows, **header, dtype=args.dtype)
         print(
@@ -260,10 +265,12 @@ def _ttft(args: argparse.Namespace) -> int:
     if (asked := max(args.prompts)) > longest:
         raise KdjaxError(f"--prompts {asked} exceeds the model's max_position_embeddings={longest}: give shorter ones")
 
-    from kdjax.bench import prompt
+    from kdjax.bench import prompt, room
+    from kdjax.plan import Workload
     from pallas_kernels import timing
 
     budget = 0 if subject.pair.drafter is None else subject.pair.drafter.block_size - 1
+    room.require([subject], [Workload(max(args.prompts), 1, budget)])
     rows = []
     for row in prompt.measure(subject, args.prompts, args.chunk, budget, deadline):
         rows.append(row)

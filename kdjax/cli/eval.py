@@ -26,7 +26,7 @@ def find(name: str) -> Evaluation:
 
 
 FAMILY = studies.Family(
-    "evaluation", find, "configs/evals/perplexity.toml", "runtime.compute_dtype=['float32','bfloat16']"
+    "evaluation", find, "configs/evals/perplexity.toml", "'runtime.compute_dtype=[float32,bfloat16]'"
 )
 
 

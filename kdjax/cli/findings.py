@@ -41,8 +41,10 @@ def show(summary: dict[str, Any], console: Console, folder: Path) -> None:
         if definition := summary["metrics"][name].get("definition"):
             console.print(f"{name}: {definition}", style="dim", highlight=False)
     console.print(f"Brackets: 95 % confidence interval, {_method(summary['metrics'])}.", style="dim", highlight=False)
-    claim = "Reproduces in kind" if "experiment" in summary else "Measures"
-    console.print(f"\n{claim}: {summary['claim']}", highlight=False)
+    if "experiment" in summary:  # the paper's words, which these figures need not bear out
+        console.print(f"\nPublished: {summary['claim']}\nFound here:", highlight=False)
+    else:
+        console.print(f"\nMeasures: {summary['claim']}", highlight=False)
     for finding in summary["findings"]:
         console.print(f"- {finding}", highlight=False)
     console.print(f"\n{folder}", style="dim", highlight=False, soft_wrap=True)

@@ -29,7 +29,7 @@ def find(name: str) -> Experiment:
     return module
 
 
-FAMILY = studies.Family("experiment", find, "configs/experiments/budget_sweep.toml", "decode.budget=[7,15,31]")
+FAMILY = studies.Family("experiment", find, "configs/experiments/budget_sweep.toml", "'decode.budget=[7,15,31]'")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

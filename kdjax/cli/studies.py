@@ -49,9 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser, family: Family) -> None:
         metavar="KEY=VALUE",
         help=f"override one key; a list makes an axis of the sweep, e.g. {family.swept}",
     )
-    parser.add_argument("--smoke", action="store_true", help="the small sizes of the config's [smoke] table")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="run folder, default runs/NAME; with several configs their parent"
+        "--smoke", action="store_true", help="the small sizes of the config's [smoke] table, in runs/NAME-smoke"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="run folder, default runs/NAME, or runs/NAME-smoke; with several configs their parent",
     )
     parser.add_argument("--no-plots", action="store_true", help="do not draw plot.png")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config as TOML and stop")

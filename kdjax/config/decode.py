@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import numbers
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -16,6 +17,17 @@ AtLeast1 = Annotated[int, Meta(ge=1)]
 
 COLDEST = 1e-6
 """Below it, logits / T would leave the range of float32 and unequal logits would tie at infinity."""
+
+
+def need_integers(where: str = "", /, **values: Any) -> None:
+    """Raises KdjaxError for a value that is no integer, as what Python passes on may be."""
+    _need(numbers.Integral, "an integer", where, values)
+
+
+def _need(kind: type, article: str, where: str, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise KdjaxError(f"{where}{name}={value!r} is of type {type(value).__name__}: give {article}")
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +52,8 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     # The annotations hold for what is read from files; these checks for what is made in Python.
     def __post_init__(self) -> None:
+        _need(numbers.Real, "a number", "", {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")})
+        need_integers(top_k=self.top_k)
         if not (0 <= self.temperature < math.inf):
             raise KdjaxError(f"temperature={self.temperature} must be finite and at least 0: 0 is greedy decoding")
         if 0 < self.temperature < COLDEST:
@@ -73,6 +87,7 @@ class DecodeConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        need_integers(budget=self.budget, rounds_per_call=self.rounds_per_call, prefill_chunk=self.prefill_chunk)
         if self.mode not in ("tree", "chain", "autoregressive"):
             raise KdjaxError(f"mode={self.mode!r} is unknown: use tree, chain or autoregressive")
         if self.budget < 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import re
 import tomllib
 import typing
@@ -18,14 +20,15 @@ from kdjax.errors import KdjaxError
 Config = TypeVar("Config", bound=msgspec.Struct)
 Key = tuple[str, ...]
 
+_ITEM = re.compile(r"(?<=[\[,])[^][{},\"']+(?=[],])")
 _AT = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>[^`]*)`)?", re.DOTALL)
 
 
 def load(kind: type[Config], file: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """A config of type `kind` from an optional TOML file and dotted overrides such as `decode.budget=15`.
 
-    Override values are TOML (`[1, 2]`, `true`, `0.7`); bare words are strings. Later overrides win over earlier ones,
-    and all over the file. Optional keys that are absent take their defaults.
+    Override values are TOML (`[1, 2]`, `true`, `0.7`); bare words are strings, also in a list. Later overrides
+    win over earlier ones, and all over the file. Optional keys that are absent take their defaults.
 
     Raises KdjaxError, one line naming the source, the key and its value, and what is valid, for: a missing or
     malformed file, an unknown key, a value of the wrong type or out of range.
@@ -107,13 +110,35 @@ def _parse(text: str) -> tuple[Key, Any]:
     if not equals or not all(key):
         raise KdjaxError(f"--set {text}: expected KEY=VALUE, such as decode.budget=15")
     raw = raw.strip()
+    if raw[:1] not in ("[", "{", '"', "'"):
+        return key, _value(raw)
     try:
-        value = tomllib.loads(f"value = {raw}")
+        return key, _toml(raw)
     except tomllib.TOMLDecodeError as error:
-        if raw[:1] in ("[", "{", '"', "'"):
-            raise KdjaxError(f"--set {text}: the value is not valid TOML: {error}") from error
-        return key, raw
-    return key, value["value"] if len(value) == 1 else raw
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            return key, _toml(_ITEM.sub(_quoted, raw))
+        raise KdjaxError(
+            f"--set {text}: the value is not valid TOML: {error}: in a shell, quote all of it: --set '{name}=...'"
+        ) from error
+
+
+def _value(raw: str) -> Any:
+    """What a word stands for: itself, unless it is TOML."""
+    try:
+        return _toml(raw)
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _toml(raw: str) -> Any:
+    tables = tomllib.loads(f"value = {raw}")
+    return tables["value"] if len(tables) == 1 else raw  # more: the text went on with keys of its own
+
+
+def _quoted(item: re.Match[str]) -> str:
+    """An item of a list as TOML: a shell takes the quotes off the words of `[tree,chain]`."""
+    word = item[0].strip()
+    return json.dumps(word, ensure_ascii=False) if word and isinstance(_value(word), str) else item[0]
 
 
 def _put(data: dict[str, Any], key: Key, value: Any, text: str) -> None:

@@ -86,7 +86,7 @@ def read_sweep(
     for path, source in document.sources.items():
         hidden = all(path in dict(leaves(entry)) for entry in entries)
         dotted = ".".join(path)
-        _need(not hidden, f"{source}: every table of [[cells]] sets {dotted}: leave them out by --set cells=[]")
+        _need(not hidden, f"{source}: every table of [[cells]] sets {dotted}: leave them out by --set 'cells=[]'")
     if not smoke:
         check_keys(kind, {k: value for k, value in small.items() if k != "cells"}, ("smoke",), document.source)
 

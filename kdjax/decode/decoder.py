@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from kdjax.decode.batch import Batch, Failure
 from kdjax.decode.completion import Commit, Completion
 from kdjax.decode.programs import Programs
-from kdjax.decode.request import Request, check_request
+from kdjax.decode.request import Request, check_request, shortened
+from kdjax.errors import KdjaxError
 
 
 class Decoder(Programs):
@@ -21,6 +22,8 @@ class Decoder(Programs):
         Raises:
             KdjaxError: a request cannot run, or the model's logits are not finite.
         """
+        if isinstance(requests, Request | str):
+            raise KdjaxError(f"{shortened(requests)} is no list of requests: put a single kdjax.Request in brackets")
         for index, request in enumerate(requests):
             check_request(request, index, self.program.model, self.context, self.config.budget)
         return self._stream(requests)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kdjax import drafter as dflash
 from kdjax.checkpoint import Drafter, Target
 from kdjax.config import DecodeConfig, check_pair
+from kdjax.config.decode import need_integers
 from kdjax.decode import loop
 from kdjax.decode.budgeting import CostAware
 from kdjax.decode.drafting import DFlash, Drafting, Params
@@ -19,7 +23,8 @@ from kdjax.decode.limits import compiled_budget
 from kdjax.decode.request import MAX_STOP_TOKENS, Request
 from kdjax.decode.state import DecodeState
 from kdjax.errors import KdjaxError
-from kdjax.model.runtime import Runtime
+from kdjax.model import k2
+from kdjax.model.runtime import Runtime, require_device
 from kdjax.sharding import make_mesh, place, shardings
 
 WEIGHT_FIRST: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -64,8 +69,8 @@ class Programs:
     `params` may be replaced by weights of the same shapes and types; nothing is compiled again.
 
     Raises:
-        KdjaxError: the drafter does not fit the target, is missing, or the budget is too large; or the mesh does not
-            fit the model or the machine.
+        KdjaxError: the drafter does not fit the target, is missing, or the budget is too large; the models were loaded
+            with another runtime; or the mesh or the kernels do not fit the model or the machine.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class Programs:
         mesh: Mesh | None = None,
         policy: CostAware | None = None,
     ):
+        require_device(runtime.backend)
+        need_integers(slots=slots, **({} if context is None else {"context": context}))
         if slots < 1:
             raise KdjaxError(f"slots={slots} must be at least 1")
         limit = target.config.max_position_embeddings
@@ -90,6 +97,9 @@ class Programs:
             check_pair(target.config, drafter.config, allow_mismatch=drafter.mismatch_allowed)
             if drafting is None:
                 drafting = DFlash(drafter.config, target.config, runtime)
+        _check_params("target", target.params, k2.abstract_params(target.config, runtime))
+        if isinstance(drafting, DFlash) and drafter is not None:
+            _check_params("drafter", drafter.params, dflash.abstract_params(drafter.config, runtime))
         budget = 0 if config.mode == "autoregressive" else config.budget
         if budget and drafting is None:
             raise KdjaxError(f"mode={config.mode} with budget={budget} needs a drafter: give one or use autoregressive")
@@ -177,6 +187,14 @@ class Programs:
             )
         assert report is not None  # the prompt is not empty
         return state, report
+
+
+def _check_params(role: str, params: Any, expected: Any) -> None:
+    found, needed = (jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype)), tree) for tree in (params, expected))
+    if jax.tree.structure(params) != jax.tree.structure(expected) or found != needed:
+        raise KdjaxError(
+            f"the {role} was loaded with another runtime than the decoder's: give the decoder that of load_{role}"
+        )
 
 
 def admit(request: Request, budget: int) -> loop.Admission:

@@ -7,6 +7,7 @@ import numbers
 import msgspec
 
 from kdjax.config import ModelConfig
+from kdjax.config.decode import need_integers
 from kdjax.errors import KdjaxError
 
 MAX_STOP_TOKENS = 16
@@ -34,9 +35,23 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     budget: int | None = None
 
 
+def shortened(value: object) -> str:
+    """A value for an error's one line."""
+    said = " ".join(repr(value).split())
+    return said if len(said) <= 60 else f"{said[:57]}..."
+
+
 def check_request(request: Request, index: int, model: ModelConfig, context: int, budget: int) -> None:
     """Raises KdjaxError where the request cannot run. `context` is tokens per slot, `budget` the compiled limit."""
     where = f"request {index}"
+    if not isinstance(request, Request):
+        raise KdjaxError(
+            f"{where} is {shortened(request)}, no kdjax.Request: encode text with the tokenizer and give "
+            "Request(prompt_ids=..., max_new_tokens=...)"
+        )
+    need_integers(f"{where}: ", max_new_tokens=request.max_new_tokens, seed=request.seed)
+    if request.budget is not None:
+        need_integers(f"{where}: ", budget=request.budget)
     for name in ("prompt_ids", "stop_token_ids"):
         if bad := [token for token in getattr(request, name) if not isinstance(token, numbers.Integral)]:
             raise KdjaxError(f"{where}: {name} has {bad[0]!r}, which is no token id: encode text with the tokenizer")

@@ -98,6 +98,17 @@ GPU = Runtime(compute_dtype="bfloat16", cache_dtype="bfloat16", backend="triton"
 """What NVIDIA GPUs are fast with: bfloat16, INT4 experts packed, the Triton kernels."""
 
 
+def require_device(backend: Backend | None) -> str:
+    """Where JAX runs. Raises KdjaxError where kernels of that backend do not."""
+    platform = jax.default_backend()
+    if backend == "triton" and platform != "gpu":
+        raise KdjaxError(
+            f"runtime.backend = 'triton' needs an NVIDIA GPU and JAX runs on {platform}: use 'xla', as "
+            "kdjax.CPU_EXACT does"
+        )
+    return platform
+
+
 def settled(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> RuntimeSection:
     """`section` with all that it leaves open: as in `GPU` where JAX runs on one, unless float32 is asked for; as in
     `CPU_EXACT` elsewhere.
@@ -105,9 +116,7 @@ def settled(section: RuntimeSection, mesh: MeshConfig = ONE_DEVICE) -> RuntimeSe
     Raises:
         KdjaxError: the Triton kernels are asked for and there is no GPU.
     """
-    platform = jax.default_backend()
-    if section.backend == "triton" and platform != "gpu":
-        raise KdjaxError(f"runtime.backend = 'triton' needs an NVIDIA GPU and JAX runs on {platform}: use 'xla'")
+    platform = require_device(section.backend)
     preset = GPU if platform == "gpu" and section.compute_dtype != "float32" else CPU_EXACT
     fields = {name: getattr(section, name) for name in ("compute_dtype", "cache_dtype", "backend", "expert_weights")}
     fields = {name: value or getattr(preset, name) for name, value in fields.items()}

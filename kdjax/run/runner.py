@@ -40,7 +40,12 @@ class Run:
 
     def __init__(self, study: Experiment | Evaluation, sweep: Sweep, path: Path) -> None:
         self._study, self._sweep = study, sweep
-        self.folder = RunFolder.open(path, sweep.toml)
+        try:
+            self.folder = RunFolder.open(path, sweep.toml)
+        except KdjaxError:
+            for cell in sweep.cells:
+                study.inputs(cell.config)  # what cannot run in another folder either is said first
+            raise
         self._ledger = Ledger(path / "metrics.jsonl")
         if not isinstance(study, Evaluation):
             self._ledger.unfinished.clear()

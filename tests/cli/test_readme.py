@@ -28,6 +28,26 @@ def test_python_examples_of_the_readme_run_one_after_the_other(cache, capsys, mo
     assert capsys.readouterr().out.startswith(text)
 
 
+def test_speed_ups_of_the_readme_are_those_that_were_measured():
+    readme, card = (
+        " ".join((ROOT / "README.md").read_text().split()),
+        (ROOT / "kdjax/bundled/nano/README.md").read_text(),
+    )
+    for row, said in (
+        ("50 of all 13 Python domains", "with the bundled model {} on two CPU cores"),
+        ("4 of scikit-learn, the least", "single domains {}, scikit-learn"),
+        ("4 of the standard library", "to {}, the standard library"),
+    ):
+        [measured] = re.findall(rf"^\| {row} \|.* (\S+x) \|$", card, re.M)
+        assert said.format(measured) in readme
+    h200 = json.loads((ROOT / "docs/results/generate_h200.json").read_text())
+    rate = {mode: one["decode_tokens_per_s"] for mode, one in h200["modes"].items()}
+    assert f"and {rate['tree'] / rate['autoregressive']:.2f}x on an H200" in readme
+    trees = h200["exactness"]["cells"]["mode=tree"]["identical"]
+    parted = round((1 - trees["value"]) * trees["n"])
+    assert f"with trees {parted} of {trees['n']} texts parted from plain decoding on an H200" in readme
+
+
 def test_readme_has_two_lines_for_a_fresh_machine():
     first = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    assert first.splitlines() == ['pip install -e ".[test]" && kdjax generate "def fibonacci(n):"', "pytest"]
+    assert first.splitlines() == ['pip install -e ".[plots,test]" && kdjax generate "def fibonacci(n):"', "pytest"]

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kdjax.config import GenerateConfig, ModelPair, dumps, load
+from kdjax.config.strict import Document
 from kdjax.errors import KdjaxError
 
 pytestmark = pytest.mark.newest
@@ -44,6 +45,28 @@ def test_overrides_take_toml_values_and_bare_words_and_the_last_one_wins(toml):
     assert (config.decode.budget, config.decode.seed, config.decode.temperature) == (31, 3, 1.0)
     assert (config.decode.mode, config.model.target) == ("chain", "a b/c=d")
     assert load(GenerateConfig, None, ['model.target="12"']).model.target == "12"
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("[tree,chain]", ["tree", "chain"]),
+        ("[ tree, a b , 7, 0.5, true ]", ["tree", "a b", 7, 0.5, True]),
+        ('["a,b", chain]', ["a,b", "chain"]),
+        ('["a,b,c", chain]', None),
+        ("[[a,b],[c]]", [["a", "b"], ["c"]]),
+        ("[tree,]", ["tree"]),
+        ("[/models/x.y-2,bundled:nano]", ["/models/x.y-2", "bundled:nano"]),
+    ],
+)
+def test_lists_may_hold_bare_words_because_a_shell_takes_quotes_off(value, read):
+    document = Document(None, {})
+    if read is None:
+        with pytest.raises(KdjaxError, match="not valid TOML"):
+            document.override(f"x={value}")
+    else:
+        document.override(f"x={value}")
+        assert document.data == {"x": read}
 
 
 def test_resolved_config_round_trips(toml):
@@ -85,6 +108,7 @@ def test_mistakes_in_a_file_name_file_key_and_remedy(toml, text, said):
         ("decode.budgte=3", "--set decode.budgte=3: unknown key 'budgte' in [decode]: did you mean budget?"),
         ("decode.budget=many", "--set decode.budget=many: decode.budget = 'many': expected `int`, got `str`"),
         ("decode.budget=[1,2", "--set decode.budget=[1,2: the value is not valid TOML"),
+        ("decode.mode=[tree,", "quote all of it: --set 'decode.mode=...'"),
         ("decode.budget", "--set decode.budget: expected KEY=VALUE"),
         (".budget=3", "--set .budget=3: expected KEY=VALUE"),
         ("decode.temperature=nan", "--set decode.temperature=nan: decode.temperature = nan: expected `float`"),

@@ -72,6 +72,7 @@ def test_an_empty_table_is_the_sweep_of_the_file(read):
     assert names(read(text)) == ["seed=1", "seed=2", "repeats=5 seed=3"]
     assert names(read(text, "seed=[7, 8]")) == ["seed=7", "seed=8", "repeats=5 seed=3"]
     assert names(read(text, "cells=[]")) == ["seed=1", "seed=2"]
+    assert names(read(text, "cells=[]", "decode.decode.mode=[tree,chain]", "seed=1")) == ["mode=tree", "mode=chain"]
 
 
 def test_names_do_not_depend_on_the_layout_of_the_file(read):

@@ -243,10 +243,18 @@ def test_bad_input_is_one_line(kdjax, tmp_path, args, said):
     assert status == 2 and said in err and err.count("\n") == 1 and not (tmp_path / "r").exists()
 
 
-def test_settings_and_provenance_are_not_mixed(kdjax, tmp_path):
+def test_settings_and_provenance_are_not_mixed(kdjax, tmp_path, monkeypatch):
     kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "fails=[false,true]")
     status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "x=5")
     assert status == 2 and "is of a run with other settings" in err
+
+    def refuse(config):
+        raise KdjaxError("no such file")
+
+    with monkeypatch.context() as broken:  # no other folder would help
+        broken.setattr(toy, "inputs", refuse)
+        status, _, err = kdjax("run", "TOML", "--out", tmp_path / "r", "--set", "x=5")
+    assert status == 2 and err == "kdjax: error: no such file\n"
     record = read(tmp_path / "r", "provenance.json")
     record["versions"]["jax"] = "0.0"
     (tmp_path / "r" / "provenance.json").write_text(json.dumps(record))
