@@ -276,11 +276,11 @@ def run_rounds(
 
 
 class Drafted(NamedTuple):
-    """A tree, how many of its nodes to verify, and the index of the policy's width that holds them."""
+    """A tree, how many of its nodes to verify, and which of the policy's widths holds them."""
 
     tree: ddtree.Tree
     budgets: Int[Array, "slots"]
-    index: Int[Array, ""]
+    choice: Int[Array, ""]
 
 
 def _rounds_of_policy(
@@ -305,7 +305,7 @@ def _rounds_of_policy(
 
             def chosen(carry: tuple[tuple[Array, DecodeState], Drafted], i: int = i) -> Bool[Array, ""]:
                 rounds, next_ = carry
-                return (next_.index == i) & unfinished(rounds)
+                return (next_.choice == i) & unfinished(rounds)
 
             def body(
                 carry: tuple[tuple[Array, DecodeState], Drafted], width: int = width

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, BFloat16, Float, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int16, Int32
 
 from pallas_kernels.int4_experts.align import align
 from pallas_kernels.int4_experts.config import Config, Tile
