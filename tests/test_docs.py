@@ -13,6 +13,7 @@ import pytest
 import kdjax
 from experiments import budget_sweep
 from kdjax.cli import command
+from kdjax.cli.interrupt import Interrupt
 from kdjax.config import ModelPair, load
 from kdjax.config.sweep import read_sweep
 from kdjax.decode import pool, tau_macro
@@ -276,3 +277,11 @@ def test_printed_sizes_of_synth_are_those_of_the_config():
     pair = load(ModelPair, ROOT / "configs/models/nano.toml")
     layers = re.findall(r"^runs/random/(?:target|drafter): (\d+) layers", guide("synth"), re.M)
     assert layers == [str(pair.target.num_hidden_layers), str(pair.drafter.num_hidden_layers)]
+
+
+def test_printed_lines_of_plan_are_what_it_prints(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    call, printed, *_ = BLOCK.findall(guide("plan"))
+    command.run(shlex.split(call)[1:], Interrupt())
+    found = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {" ".join(line.split()) for line in printed.splitlines()} - {"", "..."} <= found

@@ -14,7 +14,8 @@ BUNDLED = "bundled:"
 def locate(model: ModelSection, *, needs_drafter: bool) -> tuple[Path, Path | None]:
     """Folders of target and drafter; the second is None only where no drafter is needed.
 
-    Raises KdjaxError for an unknown bundled name, a missing folder, or a target without a drafter.
+    Raises KdjaxError for an unknown bundled name, a folder that is missing or no checkpoint, or a target without a
+    drafter.
     """
     target = _folder("target", model.target)
     if not needs_drafter:
@@ -40,4 +41,6 @@ def _folder(role: str, name: str) -> Path:
         raise KdjaxError(f"model.{role} = {name!r}: cannot look there ({error.strerror})") from error
     if not found:
         raise KdjaxError(f"model.{role} = {name!r}: no such folder: give a checkpoint folder or {BUNDLED}NAME")
+    if not (Path(name) / "config.json").is_file():
+        raise KdjaxError(f"model.{role} = {name!r} is no checkpoint, it has no config.json: give a checkpoint folder")
     return Path(name)

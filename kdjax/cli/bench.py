@@ -137,7 +137,7 @@ def _kernel(args: argparse.Namespace) -> int:
     if jax.default_backend() != "gpu":
         _check_runs_without_gpu(args.bench, args.arguments, jax.default_backend())
     try:
-        importlib.import_module(args.module).main(args.arguments)
+        importlib.import_module(args.module).main(args.arguments, prog=f"kdjax bench {args.bench}")
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0

@@ -98,6 +98,8 @@ def _make(args: argparse.Namespace) -> int:
         raise KdjaxError(f"{args.out} exists: give another name or remove it")
     if not args.prompts and not args.ids:
         raise KdjaxError("no prompt: give text, or token ids with --ids")
+    if not all(args.prompts):
+        raise KdjaxError("the prompt is empty: there is nothing to continue")
     from kdjax.checkpoint.bundle import write_bundle
     from kdjax.evaluate.golden import decode_cases
     from kdjax.tokenizer import Tokenizer

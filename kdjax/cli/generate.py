@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="text to continue; '-' reads stdin; after --, it may begin with a dash",
+        help="text to continue; '-' reads stdin, as does no prompt at all; after --, it may begin with a dash",
     )
     parser.add_argument("--file", type=Path, action="append", default=[], help="a file to continue; may be repeated")
     options.add_config_arguments(parser)
@@ -104,8 +104,7 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
     # Before the status line, which puts itself in the place of sys.stdout while it is shown.
     page = Console(file=io.StringIO() if args.json else sys.stdout)
     margin = Console(stderr=True, highlight=False)
-    starting = "starting; the first start compiles, later ones find the programs in the cache"
-    with margin.status(starting) as status, contextlib.ExitStack() as processes:
+    with margin.status("starting") as status, contextlib.ExitStack() as processes:
         configure_jax(compilation_cache=config.runtime.compilation_cache)
         from kdjax.cli.session import Session
         from kdjax.decode.limits import check_decoding
@@ -119,18 +118,24 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
         for mode in modes:
             check_decoding(msgspec.structs.replace(config.decode, mode=mode), target, drafter)
         session = Session(config, target, drafter, texts, progress_in(status))
-        if note := session.chain_note:
+        if (note := session.chain_note) and _asks_for_budget(args, config):
             margin.print(note, soft_wrap=True)
         folder = RunFolder.create(args.out, config) if args.out and speaks else None
         if folder:
             checkpoints = {"target": target} | ({"drafter": drafter} if drafter else {})
             folder.write("provenance.json", provenance(checkpoints, session.backend))
+        status.update("compiling; later starts find the programs in the cache")
         live = Live(texts, page, before=status.stop)
         outcomes = _decode(session, modes, live, status, interrupt)
     if not speaks:
         return EXIT_INTERRUPTED if interrupt.pressed else 0
     interrupted = interrupt.pressed
     return _report(session, live.texts, outcomes, folder, margin, interrupted=interrupted, as_json=args.json)
+
+
+def _asks_for_budget(args: argparse.Namespace, config: GenerateConfig) -> bool:
+    named = any(text.partition("=")[0].strip() == "decode.budget" for text in args.overrides)
+    return named or config.decode.budget != GenerateConfig().decode.budget
 
 
 def _mesh(file: Path | None) -> list[str]:
@@ -195,5 +200,5 @@ def _report(
         else:
             if margin.is_terminal:
                 margin.print(report.ending(next(iter(outcomes.values()))), style="dim")
-            report.show(outcomes, session.backend, margin)
+            report.show(outcomes, session.backend, margin, interrupted=interrupted)
     return EXIT_INTERRUPTED if interrupted else 0

@@ -28,12 +28,17 @@ DEFINITION = (
 )
 
 
+CONTEXT = 32768
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="configs/models/NAME.toml or a checkpoint folder")
     parser.add_argument("--mesh", type=Path, required=True, metavar="FILE", help="configs/meshes/NAME.toml")
     parser.add_argument("--drafter", type=Path, metavar="FOLDER", help="drafter of a checkpoint folder")
     count = options.at_least(1)
-    parser.add_argument("--context", type=count, default=32768, metavar="N", help="tokens per stream, %(default)s")
+    parser.add_argument(
+        "--context", type=count, metavar="N", help=f"tokens per stream, default {CONTEXT}, or the model's limit if less"
+    )
     parser.add_argument("--streams", type=count, default=1, metavar="N", help="streams at once, default %(default)s")
     parser.add_argument(
         "--budget", type=options.at_least(0), default=7, metavar="N", help="tree nodes, %(default)s; 0: no drafts"
@@ -73,7 +78,8 @@ def run(args: argparse.Namespace, interrupt: Interrupt) -> int:
             "drafted tokens, the bonus included: give less"
         )
     acceptance = args.acceptance or tuple(rate for rate in (2.0, 3.0, 4.0, 5.0) if rate <= most) or (1.0,)
-    workload = plan.Workload(args.context, args.streams, args.budget)
+    context = args.context or min(CONTEXT, pair.target.max_position_embeddings)
+    workload = plan.Workload(context, args.streams, args.budget)
     found = plan.plan(pair, cluster, workload)
     if args.compile:
         with Console(stderr=True).status("compiling the decode step"):
@@ -115,10 +121,11 @@ def _show(plan: Plan, acceptance: tuple[float, ...], console: Console) -> None:
     exchanges = step.all_reduce_ms(plan.device)
     known = "not measured" if exchanges is None else f"{exchanges:.2f} ms"
     console.print(f"floor {plan.floor_ms:.2f} ms per step; all-reduces {known}")
-    console.print(
-        f"autoregressive floor {plan.plain.floor_ms(plan.device):.2f} ms: speculation pays from {plan.break_even:.2f} "
-        "tokens per round"
-    )
+    if n.budget:
+        console.print(
+            f"autoregressive floor {plan.plain.floor_ms(plan.device):.2f} ms: speculation pays from "
+            f"{plan.break_even:.2f} tokens per round"
+        )
     rates = Table("acceptance", "tok/s at the floor", "tok/s with all-reduces", box=box.SIMPLE_HEAD, pad_edge=False)
     for rate in map(plan.rate, acceptance):
         total = "-" if rate.with_all_reduce is None else f"{rate.with_all_reduce:.0f}"

@@ -128,8 +128,11 @@ def ending(outcome: Outcome) -> str:
     return "stopped: " + ", ".join(f"{count} of {len(reasons)} {words[reason]}" for reason, count in counts.items())
 
 
-def show(outcomes: Mapping[str, Outcome], backend: str, console: Console) -> None:
-    """The table under the text. Colours only on a terminal, and not under NO_COLOR."""
+def show(outcomes: Mapping[str, Outcome], backend: str, console: Console, *, interrupted: bool = False) -> None:
+    """The table under the text; the compilation in its footer is that of all modes.
+
+    Colours only on a terminal, and not under NO_COLOR.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in outcomes:
@@ -156,7 +159,9 @@ def show(outcomes: Mapping[str, Outcome], backend: str, console: Console) -> Non
         same = identical(outcomes)
         style = "green" if same else "red"
         console.print("tokens of all modes are", "identical" if same else "DIFFERENT", style=style)
-    first = columns[0]
-    console.print(
-        f"backend {backend}; prefill {first.prefill_seconds:.2f} s, compilation {first.compile_seconds:.2f} s"
-    )
+    compilation = f"compilation {sum(o.compile_seconds for o in columns):.2f} s"
+    if len(columns) > 1:
+        compilation += " of all modes"
+    console.print(f"backend {backend}; prefill {columns[0].prefill_seconds:.2f} s, {compilation}")
+    if interrupted:
+        console.print("interrupted: what is shown is what there was so far", style="yellow")

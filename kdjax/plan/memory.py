@@ -58,7 +58,7 @@ def memory(pair: ModelPair, mesh: MeshConfig, workload: Workload) -> Memory:
     Raises:
         KdjaxError: the mesh cannot cut the model evenly.
     """
-    target, drafter = pair.target, pair.drafter
+    target, drafter = pair.target, pair.drafter if workload.budget else None  # nothing drafts at budget 0
     params = k2.abstract_params(target, RUNTIME)
     weights = _by_component(params, target_specs(params, target, mesh), mesh, lambda path: _target_part(path, target))
     parts = mesh.size(mesh.cache_axes)

@@ -94,7 +94,7 @@ class Plan:
             "floor_ms_per_step": self.floor_ms,
             "all_reduce_ms_per_step": step.all_reduce_ms(self.device),
             "autoregressive_floor_ms_per_step": self.plain.floor_ms(self.device),
-            "break_even_acceptance": self.break_even,
+            "break_even_acceptance": self.break_even if self.workload.budget else None,
             "tokens_per_s": [dataclasses.asdict(self.rate(value)) for value in acceptance],
             "compiled": self.compiled and {**dataclasses.asdict(self.compiled), "total": self.compiled.total},
         }

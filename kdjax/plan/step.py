@@ -42,7 +42,7 @@ class Step(NamedTuple):
         return sum(size for name, size in self.reads.items() if name not in DRAFT_READS)
 
     def floor_ms(self, device: DeviceConfig) -> float:
-        """No implementation is faster than reading every needed byte once."""
+        """What reading every needed byte once takes at the rate that was measured on the device."""
         return self.bytes / device.read_gb_per_s * 1e-6
 
     def all_reduce_ms(self, device: DeviceConfig) -> float | None:

@@ -56,8 +56,8 @@ def run(cases: tuple[tuple[int, int], ...], out: Path, depth: int, vocab: int, b
         timing.write_rows(out, rows, **timing.device_facts(), backend=backend, depth=depth, vocab=vocab)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m kdjax.tree.bench", description=__doc__)
+def main(argv: list[str] | None = None, prog: str = "python -m kdjax.tree.bench") -> None:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every row")
     parser.add_argument("--backend", choices=BACKENDS, default="triton", help="default %(default)s, which needs a GPU")
     args = parser.parse_args(argv)

@@ -207,8 +207,8 @@ def rows(
         }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.int4_experts.bench", description=__doc__)
+def main(argv: list[str] | None = None, prog: str = "python -m pallas_kernels.int4_experts.bench") -> None:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--out", required=True, help="JSON file, written after every row")
     parser.add_argument("--seconds", type=float, default=600, help="start no further row after this long")
     parser.add_argument("--study", help="folder of another implementation to time in the same run")

@@ -114,8 +114,8 @@ def run(cases: tuple[Case, ...], out: Path, seconds: float, tune: bool, backend:
             timing.write_rows(out, rows, **header)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.prefill_attention.bench", description=__doc__)
+def main(argv: list[str] | None = None, prog: str = "python -m pallas_kernels.prefill_attention.bench") -> None:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every row")
     parser.add_argument("--seconds", type=float, default=300.0, help="start no measurement after this long")
     parser.add_argument("--tune", action="store_true", help="time other tile sizes too")

@@ -173,8 +173,8 @@ def run(cases: tuple[Case, ...], out: Path, study: Path | None, seconds: float, 
             timing.write_rows(out, rows, **header)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tree_attention.bench", description=__doc__)
+def main(argv: list[str] | None = None, prog: str = "python -m pallas_kernels.tree_attention.bench") -> None:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every row")
     parser.add_argument("--study", type=Path, help="folder of a yardstick with a module ta, timed beside ours")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no measurement after this long")

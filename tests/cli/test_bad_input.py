@@ -14,6 +14,7 @@ from kdjax.cli import main
 
 pytestmark = pytest.mark.newest
 ROOT = pathlib.Path(__file__).parents[2]
+TARGET = str(ROOT / "kdjax/bundled/nano/target")
 
 
 @pytest.fixture
@@ -63,8 +64,11 @@ def refused(capsys):
         (["generate", "x", "--model", "bundled:nanno"], "'nanno' is not a bundled model: did you mean nano?"),
         (["generate", "x", "--model", "nowhere"], "model.target = 'nowhere': no such folder"),
         (["generate", "x", "--model", "n" * 300], ": cannot look there (File name too long)"),
-        (["generate", "x", "--model", "."], "model.target = '.' comes without a drafter: give one with --drafter"),
-        (["generate", "x", "--model", ".", "--drafter", "nowhere"], "model.drafter = 'nowhere': no such folder"),
+        (["generate", "x", "--model", TARGET], "target' comes without a drafter: give one with --drafter"),
+        (["generate", "x", "--model", TARGET, "--drafter", "nowhere"], "model.drafter = 'nowhere': no such folder"),
+        (["generate", "x", "--model", "/"], "model.target = '/' is no checkpoint, it has no config.json: give a"),
+        (["generate", "x", "--model", TARGET, "--drafter", "/"], "model.drafter = '/' is no checkpoint, it has no"),
+        (["bundle", "make", "x", "", "--out", "x.safetensors"], "the prompt is empty: there is nothing to continue"),
     ],
 )
 def test_mistake_is_one_line_with_the_remedy(refused, argv, said):
@@ -95,7 +99,7 @@ def test_without_a_prompt_a_terminal_is_told_and_a_pipe_is_read(refused, monkeyp
 
 def test_a_run_folder_that_cannot_be_is_refused_before_anything_is_loaded(refused, tmp_path):
     (tmp_path / "config.toml").touch()
-    model = ["--model", ".", "--mode", "autoregressive"]
+    model = ["--model", TARGET, "--mode", "autoregressive"]
     assert "already holds a run" in refused("generate", "x", *model, "--out", str(tmp_path))
     below = tmp_path / "config.toml" / "below"
     assert f"{below}: cannot be written (Not a directory)" in refused("generate", "x", *model, "--out", str(below))

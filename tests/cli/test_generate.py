@@ -57,6 +57,15 @@ def test_compare_says_that_all_modes_give_the_same_tokens(generate):
     assert all(mode["decode_tokens_per_s"] > 0 for mode in result["modes"].values())
 
 
+def test_what_takes_long_is_named_while_it_lasts(generate, monkeypatch):
+    said = []
+    monkeypatch.setattr("rich.status.Status.update", lambda status, text: said.append(text))
+    generate("--compare", "x")
+    assert said[-3].startswith("compiling") and said[-2:] == [
+        f"comparing with mode {m}" for m in ("chain", "autoregressive")
+    ]
+
+
 def test_text_goes_to_stdout_and_the_table_to_stderr(generate):
     out, err = generate("def f(x):")
     result = json.loads(generate("--json", "def f(x):").out)
@@ -159,6 +168,7 @@ def test_ctrl_c_keeps_the_text_so_far(command, foreground):
     assert process.returncode == 130, err
     assert first and out.endswith(b"\n")
     assert b"new tokens" in err and b"tok/s" in err and b"Traceback" not in err
+    assert err.endswith(b"\ninterrupted: what is shown is what there was so far\n")
 
 
 def test_ctrl_c_while_programs_are_compiled_leaves_at_once(command, foreground, tmp_path, monkeypatch):
@@ -173,9 +183,12 @@ def test_ctrl_c_while_programs_are_compiled_leaves_at_once(command, foreground, 
     assert (process.returncode, out, err) == (130, b"", b"interrupted\n")
 
 
-def test_a_chain_says_where_it_cannot_use_the_budget(generate):
+def test_a_chain_says_where_it_cannot_use_the_budget_that_was_asked_for(generate, command, capsys):
     assert "a chain drafts" not in generate("--mode", "chain", "--budget", "3", "x")[1]
     assert ", not 99" in generate("--mode", "chain", "--budget", "99", "x")[1]
+    pair = command[: command.index("--budget")]
+    assert main([*pair, "--mode", "chain", "-n", "2", "x"]) == 0  # the default budget is nobody's wish
+    assert "a chain drafts" not in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_quietly(command):

@@ -73,6 +73,8 @@ def test_table_states_the_definition_and_has_no_colour_off_a_terminal():
     text = out.getvalue()
     assert "\x1b" not in text and "DIFFERENT" in text and "speed-up" in text
     assert "bonus included" in " ".join(text.split()) and "accepted at depth 3" in text
+    assert f"compilation {BOTH.compile_seconds + other.compile_seconds:.2f} s of all modes" in text
+    assert "interrupted" not in text
     assert [line.split()[-2:] for line in text.splitlines() if "verify passes" in line] == [["3", "1"]]
 
 

@@ -20,7 +20,7 @@ TP8, EP8, ONE = MeshConfig(tensor=8), MeshConfig(expert=8), MeshConfig()
 
 
 def test_one_device_holds_the_published_bytes():
-    held = memory(K26, ONE, Workload(context=1024, streams=1, budget=0))
+    held = memory(K26, ONE, Workload(context=1024, streams=1, budget=7))
     shapes = 60 * 384 * 3 * 2 * 4  # the int32 weight_shape of every INT4 matrix stays in the file
     assert sum(held.target.values()) == 594_205_904_896 - shapes
     assert held.target["routed_experts"] == 60 * 9_512_681_472
@@ -111,10 +111,30 @@ def test_json_has_the_promised_keys(capsys):
     assert {"target_weights", "drafter_weights", "kv_cache", "workspace", "total"} <= size.keys()
     assert size["total"] == sum(value for name, value in size.items() if name != "total")
     assert result["fits"] is True and result["headroom"] == 149e9 - size["total"]
-    assert result["bytes_read_per_step"]["total"] / 3540e6 == pytest.approx(result["floor_ms_per_step"])
+    assert result["bytes_read_per_step"]["total"] / 4490e6 == pytest.approx(result["floor_ms_per_step"])
     assert [rate["acceptance"] for rate in result["tokens_per_s"]] == [4.5]
     again = json.loads(command(capsys, *argv, "--context", "200000", mesh="rtx-pro-6000x8").out)
     assert again["fits"] is False and again["headroom"] < 0 and again["all_reduce_ms_per_step"] is None
+
+
+def test_without_drafts_there_is_no_drafter_and_nothing_to_break_even(capsys):
+    argv = ["--context", "4096", "--budget", "0"]
+    found = json.loads(command(capsys, *argv, "--json").out)
+    assert found["drafter_weights"] == {} and found["break_even_acceptance"] is None
+    sizes = found["bytes_per_device"]
+    assert sizes["drafter_weights"] == sizes["drafter_cache"] == 0
+    out = command(capsys, *argv).out
+    assert "drafter" not in out and "speculation" not in out
+
+
+def test_the_default_context_is_within_the_limit_of_a_small_model(capsys, tmp_path):
+    mesh = tmp_path / "one.toml"
+    mesh.write_text('[mesh]\n[device]\nkind = "x"\nmemory_gb = 1\nread_gb_per_s = 10\n')
+    argv = ["plan", str(CONFIGS / "models" / "nano.toml"), "--mesh", str(mesh)]
+    assert main(argv) == 0
+    assert "1 stream of 2048 tokens" in capsys.readouterr().out
+    assert main([*argv, "--context", "2049"]) == 2
+    assert "context 2049 exceeds the model's max_position_embeddings=2048" in capsys.readouterr().err
 
 
 def test_the_table_says_whether_it_fits(capsys):
