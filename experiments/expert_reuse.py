@@ -100,9 +100,10 @@ def draw(results: Sequence[Result], figure: Any) -> None:
         tokens = [r.value("tokens") for r in many]
         plot.line(left, tokens, [r.estimates["distinct"] for r in many], i, f"measured, C={slots}")
         plot.line(right, tokens, [r.estimates["reuse"] for r in many], i, f"C={slots}")
-    left.axhline(ordered[0].records[0]["experts"], color="grey", linewidth=1)
-    left.set(xlabel="tokens per verify pass", ylabel="distinct experts per layer", ylim=(0, None))
+    experts = ordered[0].records[0]["experts"]
+    left.axhline(experts, color="grey", linewidth=1)
+    left.set(xlabel="tokens per verify pass", ylabel="distinct experts per layer", ylim=(0, 1.05 * experts))
     right.set(xlabel="tokens per verify pass", ylabel="distinct over independent", ylim=(0, 1.05))
     for axes in (left, right):
         plot.log_x(axes, [round(t) for t in all_tokens])
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="lower right")
