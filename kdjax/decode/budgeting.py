@@ -67,16 +67,20 @@ def expected_tokens(tree: Tree) -> Float[Array, "slots rows"]:
 
 
 def narrow(tree: Tree, budgets: Int[Array, "slots"], width: int) -> Tree:
-    """The tree of the first `budgets[s]` nodes, in `width` + 1 rows: nodes come in the order of their score.
+    """The tree of the first `budgets[s]` nodes, in `width` + 1 rows: nodes come in the order of their score."""
+    rows = jnp.arange(1 + width, dtype=jnp.int32)
+    used = rows[None, :] <= jnp.minimum(budgets, tree.n_valid - 1)[:, None]
 
-    Rows that a slot does not use keep what was there: `n_valid` alone makes them padding, which costs no kernel.
-    """
-    rows = 1 + width
+    def keep(values: Array, padding: int | float) -> Array:
+        values = values[:, : 1 + width]
+        return jnp.where(used, values, jnp.full_like(values, padding))
+
+    alone = jnp.eye(1 + width, dtype=bool)[None]
     return Tree(
-        tokens=tree.tokens[:, :rows],
-        depths=tree.depths[:, :rows],
-        parents=tree.parents[:, :rows],
-        ancestors=tree.ancestors[:, :rows, :rows],
-        scores=tree.scores[:, :rows],
-        n_valid=jnp.minimum(tree.n_valid, jnp.minimum(budgets, width) + 1),
+        tokens=keep(tree.tokens, 0),
+        depths=keep(tree.depths, 0),
+        parents=keep(tree.parents, -1),
+        ancestors=jnp.where(used[:, :, None], tree.ancestors[:, : 1 + width, : 1 + width], alone),
+        scores=keep(tree.scores, -np.inf),
+        n_valid=jnp.sum(used, 1, dtype=jnp.int32),
     )

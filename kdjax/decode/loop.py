@@ -267,59 +267,8 @@ def run_rounds(
         done, state = carry
         return done + 1, one_round(program, params, state)
 
-    carry = jnp.zeros((), jnp.int32), state
-    if program.policy is None:
-        _, state = lax.while_loop(unfinished, body, carry)
-    else:
-        _, state = _rounds_of_policy(program, params, program.policy, unfinished, carry)
+    _, state = lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))
     return state, _report(state)
-
-
-class Drafted(NamedTuple):
-    """A tree, how many of its nodes to verify, and which of the policy's widths holds them."""
-
-    tree: ddtree.Tree
-    budgets: Int[Array, "slots"]
-    choice: Int[Array, ""]
-
-
-def _rounds_of_policy(
-    program: Program,
-    params: Params,
-    policy: budgeting.CostAware,
-    unfinished: Callable[[tuple[Array, DecodeState]], Bool[Array, ""]],
-    carry: tuple[Array, DecodeState],
-) -> tuple[Array, DecodeState]:
-    """Rounds in the width that is chosen anew for each, within a loop per width.
-
-    XLA would copy the caches into and out of each branch of a switch, and on a GPU the host waits for the condition of
-    every loop: so a loop stays in its width while it is the choice, and drafts the next tree itself.
-    """
-
-    def drafted(state: DecodeState) -> Drafted:
-        tree = draft(program, params, state)
-        return Drafted(tree, *budgeting.choose(policy, tree, state.reason == Reason.RUNNING))
-
-    def in_turn(carry: tuple[tuple[Array, DecodeState], Drafted]) -> tuple[tuple[Array, DecodeState], Drafted]:
-        for i, width in enumerate(policy.widths):
-
-            def chosen(carry: tuple[tuple[Array, DecodeState], Drafted], i: int = i) -> Bool[Array, ""]:
-                rounds, next_ = carry
-                return (next_.choice == i) & unfinished(rounds)
-
-            def body(
-                carry: tuple[tuple[Array, DecodeState], Drafted], width: int = width
-            ) -> tuple[tuple[Array, DecodeState], Drafted]:
-                (done, state), next_ = carry
-                narrow = budgeting.narrow(next_.tree, next_.budgets, width)
-                state = finish_round(program, params, state, narrow)[0]
-                return (done + 1, state), drafted(state)
-
-            carry = lax.while_loop(chosen, body, carry)
-        return carry
-
-    carry, _ = lax.while_loop(lambda carry: unfinished(carry[0]), in_turn, (carry, drafted(carry[1])))
-    return carry
 
 
 def draft(program: Program, params: Params, state: DecodeState) -> ddtree.Tree:
@@ -362,7 +311,23 @@ class Round(NamedTuple):
 
 def one_round(program: Program, params: Params, state: DecodeState) -> DecodeState:
     """Draft, verify, accept, commit. Slots that do not run keep every field but their scratch cache rows."""
-    return observed_round(program, params, state)[0]
+    if program.policy is None:
+        return observed_round(program, params, state)[0]
+    tree = draft(program, params, state)
+    budgets, index = budgeting.choose(program.policy, tree, state.reason == Reason.RUNNING)
+    # One loop per width, of which one turns once: XLA would copy the caches into and out of each branch of a switch.
+    for i, width in enumerate(program.policy.widths):
+
+        def chosen(carry: tuple[Array, DecodeState], i: int = i) -> Bool[Array, ""]:
+            return carry[0] == i
+
+        def finish(carry: tuple[Array, DecodeState], width: int = width) -> tuple[Array, DecodeState]:
+            index, state = carry
+            narrow = budgeting.narrow(tree, budgets, width)
+            return jnp.full_like(index, -1), finish_round(program, params, state, narrow)[0]
+
+        index, state = lax.while_loop(chosen, finish, (index, state))
+    return state
 
 
 def observed_round(program: Program, params: Params, state: DecodeState) -> tuple[DecodeState, Round]:
