@@ -50,6 +50,7 @@ CASES = (
     *(Case(64, 8, 1, p) for p in PREFIXES),
     *(Case(8, 9, streams, 2**15) for streams in (1, 10)),
     *(Case(8, 16, streams, 2**15) for streams in (1, 10)),
+    *(Case(8, tokens, streams, 2**12) for tokens, streams in ((1, 1), (8, 1), (32, 1), (8, 10))),
 )
 
 

@@ -21,7 +21,6 @@ class Config:
     programs: programs in all, row tiles times chunks; every slot gets at least one chunk.
     num_warps, num_stages: of the Triton kernel.
     split_scores: see `_scores` in triton.py; helps with 64 rows and 8 warps.
-    merge_columns, merge_parts: columns per merge program, partial results it loads at once.
     kernel: "triton" or "mosaic".
     """
 
@@ -31,9 +30,6 @@ class Config:
     num_warps: int = 8
     num_stages: int = 2
     split_scores: bool = False
-    merge_columns: int = 128
-    merge_parts: int = 64
-    merge_warps: int = 4
     kernel: str = "triton"
 
     def chunks(self, query_rows: int, slots: int, cache_rows: int) -> int:

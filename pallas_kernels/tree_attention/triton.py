@@ -18,6 +18,11 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.tiles import LOG2_E, LOWEST_PEAK, UNSEEN, dot, exp2, load, tile
 from pallas_kernels.tree_attention.schedule import WORD_BITS, Plan
 
+MERGED = 8192
+"""Values of partial results that a merge program loads at once."""
+MANY_ROWS = 512
+"""Merge programs that keep a GPU busy."""
+
 
 def partial(
     q_latent: Float[Array, "slots q heads rank"],
@@ -63,16 +68,16 @@ def joined(
 ) -> tuple[Float[Array, "slots q heads rank"], Float32[Array, "slots q heads"]]:
     """The results of all programs merged per slot; `acc` and `stats` may have more rows than there are queries."""
     slots, q, heads, rank = q_latent.shape
-    programs, query_rows, config = acc.shape[0], q * heads, plan.config
-    columns = min(config.merge_columns, tile(rank))
+    programs, query_rows = acc.shape[0], q * heads
+    columns, parts = _merge_tile(query_rows * slots, -(-programs // slots), tile(rank))
     out, lse = pl.pallas_call(
-        functools.partial(_merge, columns=columns, parts=min(config.merge_parts, tile(programs))),
+        functools.partial(_merge, columns=columns, parts=parts),
         grid=(query_rows, pl.cdiv(rank, columns), slots),
         out_shape=(
             jax.ShapeDtypeStruct((slots, query_rows, rank), q_latent.dtype),
             jax.ShapeDtypeStruct((slots, query_rows), jnp.float32),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=config.merge_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="tree_attention_merge",
     )(plan.segments, acc, stats)
@@ -142,6 +147,15 @@ def _attend(table, lengths, q_latent, q_rope, cache, *refs, q, heads, config, sc
         plgpu.store(acc_ref.at[program, row[:, None], column[None, :]], acc, mask=inside)
         plgpu.store(stats_ref.at[program, 0, row], peak, mask=row < query_rows)
         plgpu.store(stats_ref.at[program, 1, row], total, mask=row < query_rows)
+
+
+def _merge_tile(rows: int, chunks: int, rank: int) -> tuple[int, int]:
+    """Columns of a merge program, and how many of the about `chunks` partial results of a row it loads at once.
+
+    Loads of partial results that are not there cost as much as others. Few rows are cut to keep the GPU busy.
+    """
+    parts = min(pl.next_power_of_2(chunks), 64)
+    return min(rank, MERGED // parts if rows >= MANY_ROWS else 128), parts
 
 
 def _merge(segments, acc_ref, stats_ref, out_ref, lse_ref, *, columns, parts):

@@ -54,16 +54,7 @@ def candidates(query_rows: int, cores: int, hopper: bool) -> list[Config]:
     return found
 
 
-def merges(config: Config) -> list[Config]:
-    return [
-        dataclasses.replace(config, merge_columns=columns, merge_parts=parts, merge_warps=warps)
-        for columns, parts, warps in ((64, 64, 4), (64, 128, 4), (128, 32, 4), (256, 64, 8), (512, 16, 4))
-    ]
-
-
-def search(
-    cases: tuple[Case, ...], out: Path, seconds: float, threads: int, merge_only: bool, backend: str = "triton"
-) -> None:
+def search(cases: tuple[Case, ...], out: Path, seconds: float, threads: int, backend: str = "triton") -> None:
     deadline = time.monotonic() + seconds
     facts = timing.device_facts()
     seed = int.from_bytes(os.urandom(3), "little")
@@ -75,8 +66,7 @@ def search(
         size = case.heads * case.tokens, case.streams, case.cache_rows
         base = choose(facts["device"], *size, data.q_latent.dtype, data.caches[0].dtype)
         hopper = any(name in facts["device"] for name in HOPPER)
-        configs = merges(base) if merge_only else [base, *candidates(size[0], cores, hopper)]
-        todo += [(case, size, data, config) for config in configs]
+        todo += [(case, size, data, config) for config in (base, *candidates(size[0], cores, hopper))]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         # in batches, each compiled before it is timed: a busy host delays launches
         for start in range(0, len(todo), BATCH):
@@ -137,7 +127,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--apply", type=Path, nargs="+", help="results whose best candidates go into tuned.json")
     parser.add_argument("--seconds", type=float, default=1800.0, help="start no measurement after this long")
     parser.add_argument("--threads", type=int, default=16, help="programs compiled at once")
-    parser.add_argument("--merge-only", action="store_true", help="vary the merge of the tuned configurations only")
     parser.add_argument("--rows", type=int, nargs="*", help="only cases with these numbers of query rows")
     parser.add_argument("--prefix", type=int, nargs="*", help="only cases with these prefixes")
     args = parser.parse_args(argv)
@@ -148,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("give --out or --apply")
     chosen = (c for c in CASES if not args.rows or c.heads * c.tokens in args.rows)
     cases = tuple(c for c in chosen if not args.prefix or c.prefix in args.prefix)
-    search(cases, args.out, args.seconds, args.threads, args.merge_only)
+    search(cases, args.out, args.seconds, args.threads)
 
 
 if __name__ == "__main__":

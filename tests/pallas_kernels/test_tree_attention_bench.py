@@ -35,7 +35,7 @@ def test_bench_writes_its_rows(on_cpu, tmp_path):
 def test_tuner_keeps_the_fastest_correct_candidate(on_cpu, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "candidates", lambda *_: CONFIGS)
     results, table = tmp_path / "results.json", tmp_path / "tuned.json"
-    tune.search((CASE,), results, seconds=60.0, threads=1, merge_only=False, backend="interpret")
+    tune.search((CASE,), results, seconds=60.0, threads=1, backend="interpret")
     found = json.loads(results.read_text())
     assert [row["config"]["programs"] for row in found["rows"][1:]] == [2, 4]
     assert all(row["error"] < tune.LARGEST_ERROR for row in found["rows"])
