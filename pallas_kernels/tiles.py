@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -32,16 +33,23 @@ def load(ref, before, rows, between, start, size):
     return plgpu.load(at, mask=mask, other=0.0)
 
 
-def total(parts, token, column, inside, dtype):
-    """A product's values from its partial sums, a power of two of them; rounded as its result would be; float32.
+def total(parts, token, column, inside, dtype, scale=1.0):
+    """A product's values from its partial sums, times `scale`; rounded as its result would be; float32.
 
     One load and a reduction: Triton passes each of several loads through shared memory where a dot follows.
     """
-    part = jnp.arange(parts.shape[0], dtype=jnp.int32).reshape(-1, *[1] * inside.ndim)
+    part = jnp.arange(pl.next_power_of_2(parts.shape[0]), dtype=jnp.int32).reshape(-1, *[1] * inside.ndim)
     token, column = (jnp.broadcast_to(index, inside.shape)[None] for index in (token, column))
-    mask = jnp.broadcast_to(inside[None], (parts.shape[0], *inside.shape))
-    each = plgpu.load(parts.at[part, token, column], mask=mask, other=0.0)
-    return jnp.sum(each, axis=0).astype(dtype).astype(jnp.float32)
+    mask = jnp.broadcast_to(inside[None], (part.shape[0], *inside.shape)) & (part < parts.shape[0])
+    each = plgpu.load(parts.at[jnp.minimum(part, parts.shape[0] - 1), token, column], mask=mask, other=0.0)
+    return (jnp.sum(each, axis=0) * scale).astype(dtype).astype(jnp.float32)
+
+
+def inverse_rms(x, token, eps):
+    """Of one row of `x`, for products of it that were made before its norm was known; float32."""
+    column = jnp.arange(tile(x.shape[1]), dtype=jnp.int32)
+    row = plgpu.load(x.at[token, column], mask=column < x.shape[1], other=0.0).astype(jnp.float32)
+    return lax.rsqrt(jnp.sum(row * row) / x.shape[1] + eps)
 
 
 def dot(a, b):

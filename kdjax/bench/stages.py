@@ -99,7 +99,7 @@ def mla(
     """Norm, projections, rotation, cache rows and attention, without the all-reduce."""
     blocks, step, x, latent = *_blocks(program, params, state, work), work.hidden, list(state.cache.latent)
     for i in layers:
-        x, latent[i] = blocks[i].self_attn(blocks[i].input_layernorm(x), latent[i], step)
+        x, latent[i] = blocks[i].self_attn(x, blocks[i].input_layernorm, latent[i], step)
     cache = dataclasses.replace(state.cache, latent=tuple(latent))
     return dataclasses.replace(state, cache=cache), dataclasses.replace(work, hidden=x)
 

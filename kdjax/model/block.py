@@ -37,12 +37,11 @@ class Block(nnx.Module):
 
         Both halves return this device's part of a sum: two all-reduces per layer, and no other exchange of activations.
         """
-        attended, rows = self.self_attn(self.input_layernorm(x), rows, step)
+        attended, rows = self.self_attn(x, self.input_layernorm, rows, step)
         x = x + parallel.total(attended, self.attention_axes)
-        normed = self.post_attention_layernorm(x)
         routing = None
         if isinstance(self.mlp, MLP | FusedMLP):
-            moved = self.mlp(normed)
+            moved = self.mlp(self.post_attention_layernorm(x))
         else:
-            moved, routing = self.mlp(normed)
+            moved, routing = self.mlp(x, self.post_attention_layernorm)
         return x + parallel.total(moved, self.mlp_axes), rows, routing

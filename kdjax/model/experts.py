@@ -17,6 +17,7 @@ from kdjax.errors import KdjaxError
 from kdjax.model import parallel
 from kdjax.model.int4 import Int4, dequantize
 from kdjax.model.linear import Linear
+from kdjax.model.norm import RMSNorm
 from kdjax.model.router import Router
 from kdjax.model.runtime import Runtime
 from pallas_kernels.int4_experts import (
@@ -187,17 +188,18 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(config.hidden_size, inner, runtime.dtype) if inner else None
 
     def __call__(
-        self, x: Float[Array, "slots q hidden"]
+        self, x: Float[Array, "slots q hidden"], norm: RMSNorm
     ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
-        """The result, and the routed experts of each token."""
+        """The result for norm(x), and the routed experts of each token."""
         tokens = x.reshape(-1, x.shape[-1])
         if self.shared_experts is None:
-            y, indices = self.routed(tokens)
+            y, indices = self.routed(norm(tokens))
         elif self.gate.backend == "xla":
+            tokens = norm(tokens)
             y, indices = self.routed(tokens)
             y = y + self._once(self.shared_experts(tokens))
         else:
-            y, indices = self.in_few_kernels(tokens, self.shared_experts)
+            y, indices = self.in_few_kernels(tokens, norm, self.shared_experts)
         return y.reshape(x.shape), indices.reshape(*x.shape[:2], -1)
 
     def routed(
@@ -208,13 +210,17 @@ class MoE(nnx.Module):
         return self.experts(tokens, *self._own(indices, weights)), indices
 
     def in_few_kernels(
-        self, tokens: Float[Array, "tokens hidden"], shared: MLP
+        self, tokens: Float[Array, "tokens hidden"], norm: RMSNorm, shared: MLP
     ) -> tuple[Float[Array, "tokens hidden"], Int32[Array, "tokens top_k"]]:
-        """Router, gate and up of the shared experts are one product: alone, each is too small to keep a GPU reading."""
-        matrices = self.gate, shared.gate_proj, shared.up_proj
-        parts = split_matmul_nt(tokens, *(m.weight.get_value() for m in matrices))
-        indices, weights, activated = self.gate.choose_and_activate(parts, tokens.dtype)
-        y = self.experts(tokens, *self._own(indices, weights))
+        """Router, gate and up of the shared experts are one product: alone, each is too small to keep a GPU reading.
+
+        It does not wait for the norm, which the kernel after it makes.
+        """
+        matrices = [m.weight.get_value() for m in (self.gate, shared.gate_proj, shared.up_proj)]
+        scale = norm.weight.get_value()
+        parts = split_matmul_nt(tokens, *matrices, column_scale=scale, backend=self.gate.backend)
+        indices, weights, activated, normed = self.gate.choose_and_activate(parts, tokens, norm)
+        y = self.experts(normed, *self._own(indices, weights))
         return y + self._once(shared.down_proj(activated)), indices
 
     def _own(

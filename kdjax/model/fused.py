@@ -58,10 +58,10 @@ class FusedMLA(nnx.Module):
         self.o_latent_proj = WeightFirstLinear(c.num_attention_heads * c.kv_lora_rank, c.hidden_size, dtype)
 
     def __call__(
-        self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
+        self, x: Float[Array, "slots q hidden"], norm: RMSNorm, rows: Float[Array, "slots rows width"], step: Step
     ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
         c = self.config
-        down = self.qkv_a_proj(x)
+        down = self.qkv_a_proj(norm(x))
         q = self.q_latent_proj(self.q_a_layernorm(down[..., : c.q_lora_rank]))
         q = q.reshape(*x.shape[:2], c.num_attention_heads, c.latent_dim)
         latent = self.kv_a_layernorm(down[..., c.q_lora_rank : c.q_lora_rank + c.kv_lora_rank])
@@ -100,11 +100,11 @@ class FusedMoE(nnx.Module):
         self.experts = FusedExperts(config, runtime.dtype)
 
     def __call__(
-        self, x: Float[Array, "slots q hidden"]
+        self, x: Float[Array, "slots q hidden"], norm: RMSNorm
     ) -> tuple[Float[Array, "slots q hidden"], Int32[Array, "slots q top_k"]]:
-        """The result, and the routed experts of each token."""
+        """The result for norm(x), and the routed experts of each token."""
         c, experts = self.config, self.experts
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = norm(x).reshape(-1, x.shape[-1])
         indices, weights = self.gate(tokens)
         shape = (tokens.shape[0], c.n_shared_experts)
         shared = jnp.broadcast_to(c.n_routed_experts + jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape)

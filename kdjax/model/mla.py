@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -55,16 +55,17 @@ class MLA(nnx.Module):
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, dtype)
 
     def __call__(
-        self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
+        self, x: Float[Array, "slots q hidden"], norm: RMSNorm, rows: Float[Array, "slots rows width"], step: Step
     ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
-        """Attention output, and the layer's cache rows with those of `x` appended at `step.lengths`.
+        """Attention output for norm(x), and the layer's cache rows with those of its tokens appended at `step.lengths`.
 
         On a mesh the output is the part of this device's heads.
         """
         c = self.config
         prefills = step.ancestors is None and x.shape[1] >= PREFILL_TOKENS
         if self.runtime.backend != "xla" and self.runtime.mla == "absorbed" and not prefills:
-            return self.by_kernels(x, rows, step)
+            return self.by_kernels(x, norm, rows, step)
+        x = norm(x)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*x.shape[:2], -1, c.qk_head_dim)
         q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
@@ -90,17 +91,23 @@ class MLA(nnx.Module):
         return self.kv_b_proj.weight.get_value().reshape(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
 
     def by_kernels(
-        self, x: Float[Array, "slots q hidden"], rows: Float[Array, "slots rows width"], step: Step
+        self, x: Float[Array, "slots q hidden"], norm: RMSNorm, rows: Float[Array, "slots rows width"], step: Step
     ) -> tuple[Float[Array, "slots q hidden"], Float[Array, "slots rows width"]]:
-        """`__call__`, absorbed, in as few kernels as can be: each costs about as long as what it computes."""
+        """`__call__`, absorbed, in as few kernels as can be: each costs about as long as what it computes.
+
+        The first product does not wait for the norm, which the kernel after it makes.
+        """
         c, backend, cache_axes = self.config, self.runtime.backend, self.runtime.mesh.cache_axes
         lead, tokens, w = x.shape[:2], x.reshape(-1, x.shape[-1]), self.up_projections()
         cos, sin = (a.reshape(tokens.shape[0], -1) for a in (step.cos, step.sin))
         q_weight, kv_weight = self.q_a_layernorm.weight.get_value(), self.kv_a_layernorm.weight.get_value()
-        down = split_matmul_nt(tokens, self.q_a_proj.weight.get_value(), self.kv_a_proj_with_mqa.weight.get_value())
+        matmul = functools.partial(split_matmul_nt, backend=backend)
+        matrices = [m.weight.get_value() for m in (self.q_a_proj, self.kv_a_proj_with_mqa)]
+        down = matmul(tokens, *matrices, column_scale=norm.weight.get_value())
         row = kv.appended(step.lengths, lead[1], rows.shape[1], cache_axes).reshape(-1)
-        q, rows = compress(down, q_weight, kv_weight, cos, sin, rows, row, eps=c.latent_norm_eps, backend=backend)
-        queries = absorb_queries(split_matmul_nt(q, self.q_b_proj.weight.get_value()), w, cos, sin, backend=backend)
+        eps: Any = dict(x_eps=norm.eps, eps=c.latent_norm_eps)
+        q, rows = compress(down, tokens, q_weight, kv_weight, cos, sin, rows, row, **eps, backend=backend)
+        queries = absorb_queries(matmul(q, self.q_b_proj.weight.get_value()), w, cos, sin, backend=backend)
         q_latent, q_rope = (a.reshape(*lead, *a.shape[1:]) for a in queries)
         o_latent = self.attend_latent(q_latent, q_rope, rows, step).reshape(-1, *q_latent.shape[2:])
         out = expand_values(o_latent, w, c.v_head_dim, backend=backend)

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from kdjax.config import ModelConfig
+from kdjax.model.norm import RMSNorm
 from kdjax.model.runtime import Runtime
 from pallas_kernels.choose_experts import choose_and_activate, choose_experts
 from pallas_kernels.numerics import matmul_nt
@@ -30,7 +31,7 @@ class Router(nnx.Module):
         # Products of bfloat16 are exact in float32, so only the sum, which is float32, rounds.
         if self.backend == "xla":
             return self.choose(matmul_nt(x.astype(weight.dtype), weight, jnp.dtype(jnp.float32)))
-        return self.choose(split_matmul_nt(x.astype(weight.dtype), weight))
+        return self.choose(split_matmul_nt(x.astype(weight.dtype), weight, backend=self.backend))
 
     def choose(
         self, logits: Float32[Array, "*parts tokens columns"]
@@ -39,10 +40,17 @@ class Router(nnx.Module):
         return choose_experts(logits, self.e_score_correction_bias.get_value(), **self.rule)
 
     def choose_and_activate(
-        self, parts: Float32[Array, "parts tokens columns"], dtype: jnp.dtype
-    ) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"], Float[Array, "tokens inner"]]:
-        """`choose`, and the activations of shared experts, whose gate and up stand beside the router in the product."""
-        return choose_and_activate(parts, self.e_score_correction_bias.get_value(), dtype=dtype, **self.rule)
+        self, parts: Float32[Array, "parts tokens columns"], x: Float[Array, "tokens hidden"], norm: RMSNorm
+    ) -> tuple[
+        Int32[Array, "tokens top_k"],
+        Float32[Array, "tokens top_k"],
+        Float[Array, "tokens inner"],
+        Float[Array, "tokens hidden"],
+    ]:
+        """`choose`, the activations of shared experts, whose gate and up stand beside the router in the product, and
+        norm(x)."""
+        bias, weight = self.e_score_correction_bias.get_value(), norm.weight.get_value()
+        return choose_and_activate(parts, bias, x, weight, eps=norm.eps, **self.rule)
 
     @property
     def rule(self) -> dict[str, Any]:

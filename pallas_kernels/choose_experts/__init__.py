@@ -49,18 +49,28 @@ def choose_experts(
 def choose_and_activate(
     parts: Float32[Array, "parts tokens columns"],
     bias: Float32[Array, "experts"],
+    x: Float[Array, "tokens hidden"],
+    norm_weight: Float[Array, "hidden"],
     *,
+    eps: float,
     top_k: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
-    dtype: jnp.dtype,
     backend: str,
-) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"], Float[Array, "tokens inner"]]:
-    """`choose_experts`, and silu(gate) * up of the shared experts in `dtype`, in the same kernel.
+) -> tuple[
+    Int32[Array, "tokens top_k"],
+    Float32[Array, "tokens top_k"],
+    Float[Array, "tokens inner"],
+    Float[Array, "tokens hidden"],
+]:
+    """`choose_experts`, silu(gate) * up of the shared experts and the normed x of the routed ones, in one kernel.
 
     Args:
-        parts: partial sums of router, gate and up side by side (`split_matmul_nt`).
-        dtype: of the activations; gate and up are rounded to it, as is silu(gate).
+        parts: partial sums of router, gate and up side by side (`split_matmul_nt`) with x times the weight of its norm.
+            Their rows are divided by their root mean square here.
+        x: the tokens before the norm; gate and up are rounded to its dtype, as is silu(gate).
+        norm_weight: of the norm.
+        eps: of the norm.
         backend: "triton" (NVIDIA GPUs) or "interpret".
 
     The others are as those of `choose_experts`.
@@ -72,7 +82,7 @@ def choose_and_activate(
         supported = ", ".join(BACKENDS[1:])
         raise NotImplementedError(f"choose_and_activate: {backend=} is not supported; supported: {supported}")
     rule: Any = dict(top_k=top_k, norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
-    return triton.choose_and_activate(parts, bias, **rule, dtype=dtype, interpret=backend == "interpret")
+    return triton.choose_and_activate(parts, bias, x, norm_weight, eps=eps, **rule, interpret=backend == "interpret")
 
 
 def _as_parts(logits: Float32[Array, "*parts tokens columns"]) -> Float32[Array, "_ tokens columns"]:

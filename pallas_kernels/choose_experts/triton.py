@@ -1,4 +1,4 @@
-"""The choice of experts in Pallas Triton: one warp per token, `top_k` times the best of what is left.
+"""The choice of experts in Pallas Triton: one program per token, `top_k` times the best of what is left.
 
 XLA sorts all experts of every token for it, in five kernels.
 """
@@ -15,10 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.tiles import tile, total
+from pallas_kernels.tiles import inverse_rms, tile, total
 
 COLUMNS = 256
 """Of the shared experts' activation, per program."""
+WARPS = 4
+"""The choice is a chain of reductions, which more warps lengthen, after a load of all partial sums, which few are slow
+at."""
 
 
 def choose(
@@ -41,24 +44,33 @@ def choose(
 def choose_and_activate(
     parts: Float32[Array, "parts tokens columns"],
     bias: Float32[Array, "experts"],
+    x: Float[Array, "tokens hidden"],
+    norm_weight: Float[Array, "hidden"],
     *,
+    eps: float,
     top_k: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
-    dtype: jnp.dtype,
     interpret: bool,
-) -> tuple[Int32[Array, "tokens top_k"], Float32[Array, "tokens top_k"], Float[Array, "tokens inner"]]:
-    _, tokens, columns = parts.shape
-    inner = (columns - bias.shape[0]) // 2
+) -> tuple[
+    Int32[Array, "tokens top_k"],
+    Float32[Array, "tokens top_k"],
+    Float[Array, "tokens inner"],
+    Float[Array, "tokens hidden"],
+]:
+    inner = (parts.shape[2] - bias.shape[0]) // 2
     rule = functools.partial(_choose, normalise=norm_topk_prob, scaling=routed_scaling_factor)
 
-    def kernel(parts, bias, indices, weights, activated):
+    def kernel(parts, bias, x, norm_weight, indices, weights, activated, normed):
         token, program = pl.program_id(0), pl.program_id(1)  # interpret mode has none inside of a branch
-        pl.when(program == 0)(lambda: rule(token, parts, bias, indices, weights))
-        pl.when(program > 0)(lambda: _activate(token, parts, bias.shape[0], program - 1, activated))
+        scale = inverse_rms(x, token, eps)
+        pl.when(program == 0)(lambda: rule(token, parts, bias, indices, weights, scale))
+        pl.when(program == 1)(lambda: _normalise(token, x, norm_weight, scale, normed))
+        pl.when(program > 1)(lambda: _activate(token, parts, scale, bias.shape[0], program - 2, activated))
 
-    out = (*_choice(parts, top_k), jax.ShapeDtypeStruct((tokens, inner), dtype))
-    return _call(kernel, 1 + pl.cdiv(inner, COLUMNS), out, interpret)(parts, bias)
+    values = (jax.ShapeDtypeStruct((x.shape[0], size), x.dtype) for size in (inner, x.shape[1]))
+    programs = 2 + pl.cdiv(inner, COLUMNS)
+    return _call(kernel, programs, (*_choice(parts, top_k), *values), interpret)(parts, bias, x, norm_weight)
 
 
 def _choice(parts: Array, top_k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -70,37 +82,45 @@ def _call(kernel: Callable[..., None], programs: int, out: tuple[jax.ShapeDtypeS
         kernel,
         grid=(out[0].shape[0], programs),
         out_shape=out,
-        # a step of the choice is a chain of reductions: within one warp they need no barrier
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="choose_experts",
     )
 
 
-def _activate(token, parts, experts, program, activated):
+def _normalise(token, x, norm_weight, scale, normed):
+    column = jnp.arange(tile(x.shape[1]), dtype=jnp.int32)
+    inside = column < x.shape[1]
+    row = plgpu.load(x.at[token, column], mask=inside, other=0.0).astype(jnp.float32)
+    weight = plgpu.load(norm_weight.at[column], mask=inside, other=0.0).astype(jnp.float32)
+    value = ((row * scale).astype(x.dtype).astype(jnp.float32) * weight).astype(normed.dtype)
+    # interpret mode also writes where the mask is off: out of bounds then
+    plgpu.store(normed.at[token, jnp.where(inside, column, x.shape[1])], value, mask=inside)
+
+
+def _activate(token, parts, scale, experts, program, activated):
     """silu(gate) * up of some columns: those of gate follow the experts, those of up follow them."""
     inner, dtype = activated.shape[1], activated.dtype
     column = program * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
     inside = column < inner
-    gate, up = (total(parts, token, first + column, inside, dtype) for first in (experts, experts + inner))
+    gate, up = (total(parts, token, first + column, inside, dtype, scale) for first in (experts, experts + inner))
     gate = (gate * jax.nn.sigmoid(gate)).astype(dtype)
     # interpret mode also writes where the mask is off: out of bounds then
     value = (gate.astype(jnp.float32) * up).astype(dtype)
     plgpu.store(activated.at[token, jnp.where(inside, column, inner)], value, mask=inside)
 
 
-def _choose(token, parts, bias, indices, weights, *, normalise, scaling):
+def _choose(token, parts, bias, indices, weights, scale=1.0, *, normalise, scaling):
     experts, top_k = bias.shape[0], indices.shape[1]
     expert = jnp.arange(tile(experts), dtype=jnp.int32)
     exists = expert < experts
-    scores = jax.nn.sigmoid(total(parts, token, expert, exists, jnp.float32))
+    scores = jax.nn.sigmoid(total(parts, token, expert, exists, jnp.float32, scale))
     left = jnp.where(exists, scores + plgpu.load(bias.at[expert], mask=exists, other=0.0), -jnp.inf)
     rank = jnp.arange(tile(top_k), dtype=jnp.int32)
     chosen, chosen_scores = jnp.zeros_like(rank), jnp.zeros(rank.shape, jnp.float32)
     for k in range(top_k):
-        best = jnp.max(left)
-        # not beyond the experts where nothing equals the best, which is NaN
-        winner = jnp.minimum(jnp.min(jnp.where(left == best, expert, experts - 1)), experts - 1)
+        # not beyond the experts where NaN leaves no best
+        winner = jnp.minimum(jnp.argmax(left).astype(jnp.int32), experts - 1)
         is_winner = expert == winner
         score = jnp.sum(jnp.where(is_winner, scores, 0.0))
         left = jnp.where(is_winner, -jnp.inf, left)

@@ -15,6 +15,7 @@ BACKENDS = ("triton", "interpret")
 
 def compress(
     parts: Float32[Array, "parts tokens q_rank_and_width"],
+    x: Float[Array, "tokens hidden"],
     q_weight: Float[Array, "q_rank"],
     kv_weight: Float[Array, "rank"],
     cos: Float32[Array, "tokens half"],
@@ -22,27 +23,32 @@ def compress(
     cache_rows: Float[Array, "slots rows width"],
     row: Int32[Array, "tokens"],
     *,
+    x_eps: float,
     eps: float,
     backend: str,
 ) -> tuple[Float[Array, "tokens q_rank"], Float[Array, "slots rows width"]]:
     """The normed compressed queries, and the cache with the tokens' rows written: normed latent, then rotated key.
 
     Args:
-        parts: the product of `q_a_proj` and `kv_a_proj_with_mqa` side by side, as `split_matmul_nt` leaves it: their
-            number is a power of two.
+        parts: the product of `q_a_proj` and `kv_a_proj_with_mqa` side by side with x times the weight of its norm, as
+            `split_matmul_nt` leaves it. Its rows are divided by their root mean square here.
+        x: the layer's input, before its norm.
         q_weight: of `q_a_layernorm`; its dtype is that of the activations.
         kv_weight: of `kv_a_layernorm`.
         cos: of the tokens' positions, as is `sin`; pairs (2i, 2i + 1) rotate.
         cache_rows: in place where the caller gives them away. Slots have equally many tokens, one after the other.
         row: of the slot's cache that each token gets; those beyond its end are dropped.
-        eps: of both norms.
+        x_eps: of the norm of `x`.
+        eps: of the other two.
         backend: "triton" (NVIDIA GPUs) or "interpret".
 
     Raises:
         NotImplementedError: the backend is not supported.
     """
     interpret = _interprets("compress", backend)
-    return triton.compress(parts, q_weight, kv_weight, cos, sin, cache_rows, row, eps=eps, interpret=interpret)
+    return triton.compress(
+        parts, x, q_weight, kv_weight, cos, sin, cache_rows, row, x_eps=x_eps, eps=eps, interpret=interpret
+    )
 
 
 def absorb_queries(

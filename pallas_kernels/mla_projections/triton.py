@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.tiles import SMALLEST_DOT, dot, load, tile, total
+from pallas_kernels.tiles import SMALLEST_DOT, dot, inverse_rms, load, tile, total
 
 TOKENS = SMALLEST_DOT
 """Per program of the products."""
@@ -21,6 +21,7 @@ VALUE_COLUMNS = 16
 
 def compress(
     parts: Float32[Array, "parts tokens q_rank_and_width"],
+    x: Float[Array, "tokens hidden"],
     q_weight: Float[Array, "q_rank"],
     kv_weight: Float[Array, "rank"],
     cos: Float32[Array, "tokens half"],
@@ -28,22 +29,23 @@ def compress(
     cache_rows: Float[Array, "slots rows width"],
     row: Int32[Array, "tokens"],
     *,
+    x_eps: float,
     eps: float,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens q_rank"], Float[Array, "slots rows width"]]:
     tokens = row.shape[0]
     return pl.pallas_call(
-        functools.partial(_compress, eps=eps, per_slot=tokens // cache_rows.shape[0]),
+        functools.partial(_compress, x_eps=x_eps, eps=eps, per_slot=tokens // cache_rows.shape[0]),
         grid=(tokens, 2),
         out_shape=(
             jax.ShapeDtypeStruct((tokens, q_weight.shape[0]), q_weight.dtype),
             jax.ShapeDtypeStruct(cache_rows.shape, cache_rows.dtype),
         ),
-        input_output_aliases={6: 1},
+        input_output_aliases={7: 1},
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="mla_compress",
-    )(row, parts, q_weight, kv_weight, cos, sin, cache_rows)
+    )(row, parts, x, q_weight, kv_weight, cos, sin, cache_rows)
 
 
 def absorb_queries(
@@ -80,14 +82,15 @@ def expand_values(
     )(latent, kv_b)
 
 
-def _compress(row_ref, parts, q_weight, kv_weight, cos, sin, _, q, cache, *, eps, per_slot):
+def _compress(row_ref, parts, x_ref, q_weight, kv_weight, cos, sin, _, q, cache, *, x_eps, eps, per_slot):
     token, dtype = pl.program_id(0), q.dtype
+    scale = inverse_rms(x_ref, token, x_eps)
     q_rank, rank, half = q_weight.shape[0], kv_weight.shape[0], cos.shape[1]
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         column, inside = _columns(q_rank)
-        x = total(parts, token, column, inside, dtype)
+        x = total(parts, token, column, inside, dtype, scale)
         _store(q, (token,), column, _rms_norm(x, q_weight, column, inside, eps), inside)
 
     @pl.when(pl.program_id(1) == 1)
@@ -95,10 +98,10 @@ def _compress(row_ref, parts, q_weight, kv_weight, cos, sin, _, q, cache, *, eps
         row = row_ref[token]
         at, exists = (token // per_slot, row), row < cache.shape[1]
         column, inside = _columns(rank)
-        x = total(parts, token, q_rank + column, inside, dtype)
+        x = total(parts, token, q_rank + column, inside, dtype, scale)
         _store(cache, at, column, _rms_norm(x, kv_weight, column, inside, eps), inside & exists)
         pair, inside = _columns(half)
-        rotated = _rotated(parts, token, q_rank + rank, pair, inside, cos, sin, dtype)
+        rotated = _rotated(parts, token, q_rank + rank, pair, inside, cos, sin, dtype, scale)
         for i, x in enumerate(rotated):
             _store(cache, at, rank + 2 * pair + i, x, inside & exists)
 
@@ -155,9 +158,9 @@ def _rms_norm(x, weight, column, inside, eps):
     return normed.astype(weight.dtype).astype(jnp.float32) * scale.astype(jnp.float32)
 
 
-def _rotated(parts, token, first, pair, inside, cos, sin, dtype):
+def _rotated(parts, token, first, pair, inside, cos, sin, dtype, scale=1.0):
     """The pairs (2i, 2i + 1) of the columns from `first` on, rotated."""
-    even, odd = (total(parts, token, first + 2 * pair + i, inside, dtype) for i in range(2))
+    even, odd = (total(parts, token, first + 2 * pair + i, inside, dtype, scale) for i in range(2))
     c, s = (plgpu.load(ref.at[token, pair], mask=inside, other=0.0) for ref in (cos, sin))
     return even * c - odd * s, odd * c + even * s
 

@@ -16,7 +16,7 @@ from kdjax.model.cache import KVCache
 from kdjax.model.mla import PREFILL_TOKENS
 from kdjax.model.runtime import CPU_EXACT, GPU, Runtime, runtime_of
 from tests.model.small import CONFIG, FLOAT32, forward, prefill, random_params
-from tests.tolerances import MODEL_BFLOAT16, SAME_MODEL_FLOAT32
+from tests.tolerances import MODEL_RELATIVE_BFLOAT16, SAME_MODEL_FLOAT32
 
 DENSE = msgspec.structs.replace(CONFIG, first_k_dense_replace=CONFIG.num_hidden_layers)
 
@@ -79,19 +79,27 @@ def random_int4_params(config, runtime):
     return k2.arrange(jax.tree.map(leaf, k2.abstract_params(config, stored)), config, runtime)
 
 
-def test_interpret_backend_runs_int4_experts_like_xla():
+def test_interpret_backend_runs_int4_experts_as_well_as_xla():
+    """Both against float32, wherever bfloat16 lets a token choose the same experts, which is nearly everywhere."""
     config = msgspec.structs.replace(
         CONFIG, moe_intermediate_size=32, experts_int4=Int4Config(group_size=32), first_k_dense_replace=0
     )
-    hidden = []
-    for backend in ("xla", "interpret"):
-        runtime = msgspec.structs.replace(GPU, backend=backend)
+    # one token per stream: a token that chooses others must not be seen by the next
+    tokens, positions = jnp.arange(1, 33, dtype=jnp.int32)[:, None], jnp.zeros((32, 1), jnp.int32)
+
+    def run(runtime):
         params = random_int4_params(config, runtime)
-        assert ("tiles" in params["layers"][0]["mlp"]["experts"]) == (backend == "interpret")
-        _, out = prefill(params, [range(1, 12), range(20, 24)], config=config, runtime=runtime)
-        hidden.append(np.asarray(out, np.float32))
-    for slot, length in enumerate((11, 4)):
-        MODEL_BFLOAT16.check(hidden[1][slot, :length], hidden[0][slot, :length])
+        assert ("tiles" in params["layers"][0]["mlp"]["experts"]) == (runtime.backend == "interpret")
+        cache = KVCache.empty(config, 32, 8, 8, runtime.cache_dtype)
+        out = forward(params, tokens, positions, cache, config=config, runtime=runtime)
+        return np.asarray(out.hidden, np.float32), np.sort(np.asarray(out.routing), axis=-1)
+
+    exact, chosen = run(FLOAT32)
+    for backend in ("xla", "interpret"):
+        hidden, routing = run(msgspec.structs.replace(GPU, backend=backend))
+        alike = np.all(routing == chosen, axis=(0, 2, 3))
+        assert np.mean(alike) >= 0.9
+        assert np.linalg.norm((hidden - exact)[alike]) / np.linalg.norm(exact[alike]) < MODEL_RELATIVE_BFLOAT16
 
 
 @pytest.mark.parametrize(

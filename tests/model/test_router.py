@@ -11,12 +11,14 @@ import pytest
 
 from kdjax.config import ModelConfig
 from kdjax.model import k2
+from kdjax.model.norm import rms_norm
 from kdjax.model.runtime import Runtime
 from pallas_kernels import aot
 from pallas_kernels.choose_experts import choose_and_activate, choose_experts
 from tests.pallas_kernels.backends import BACKENDS
 from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_FLOAT32, GATE_WEIGHTS
 
+EPS = 1e-5
 CASES = """moe_gate_exact_tie moe_gate_k26_random moe_gate_large_bias moe_gate_mixed_range moe_gate_near_ties
 moe_gate_negative_scores moe_gate_saturated moe_gate_small_16_top4 moe_gate_underflow""".split()
 
@@ -110,16 +112,20 @@ def test_choice_and_activation_in_one_kernel(dtype, backend):
     """300 columns: two programs, the second with fewer."""
     rng = np.random.default_rng(0)
     parts, bias = rng.normal(size=(2, 5, 12 + 600)).astype(np.float32), rng.normal(size=12).astype(np.float32)
+    x, norm_weight = (jnp.asarray(rng.normal(size=size), dtype) for size in ((5, 40), 40))
     rule = dict(top_k=4, norm_topk_prob=True, routed_scaling_factor=2.0, backend=backend)
-    indices, weights, activated = jax.jit(functools.partial(choose_and_activate, dtype=jnp.dtype(dtype), **rule))(
-        jnp.asarray(parts), jnp.asarray(bias)
+    indices, weights, activated, normed = jax.jit(functools.partial(choose_and_activate, eps=EPS, **rule))(
+        jnp.asarray(parts), jnp.asarray(bias), x, norm_weight
     )
-    expected = choose(jnp.asarray(parts), jnp.asarray(bias), **rule)
+    product = parts.sum(0) / np.sqrt(np.mean(np.square(np.asarray(x, np.float64)), axis=1, keepdims=True) + EPS)
+    expected = choose(jnp.asarray(product, jnp.float32), jnp.asarray(bias), **rule)
     np.testing.assert_array_equal(indices, expected[0])
-    np.testing.assert_array_equal(weights, expected[1])
-    gate, up = np.split(parts.sum(0)[:, 12:].astype(np.float64), 2, axis=1)
+    np.testing.assert_allclose(weights, expected[1], rtol=1e-5)
+    gate, up = np.split(product[:, 12:], 2, axis=1)
     tolerance = EXPERTS_FLOAT32 if dtype == "float32" else EXPERTS_BFLOAT16
     tolerance.check(np.asarray(activated, np.float64), gate / (1 + np.exp(-gate)) * up)
+    wide = rms_norm(x.astype(jnp.float32), norm_weight.astype(jnp.float32), EPS)
+    tolerance.check(np.asarray(normed, np.float64), np.asarray(wide, np.float64))
 
 
 def test_the_activation_needs_a_kernel():
@@ -127,8 +133,8 @@ def test_the_activation_needs_a_kernel():
         NotImplementedError, match="choose_and_activate: backend='xla' is not supported; supported: tri"
     ):
         choose_and_activate(
-            jnp.zeros((1, 2, 8)), jnp.zeros(4), top_k=2, norm_topk_prob=True, routed_scaling_factor=1.0,
-            dtype=jnp.dtype("float32"), backend="xla",
+            jnp.zeros((1, 2, 8)), jnp.zeros(4), jnp.zeros((2, 8)), jnp.zeros(8), top_k=2, norm_topk_prob=True,
+            routed_scaling_factor=1.0, eps=EPS, backend="xla",
         )  # fmt: skip
 
 

@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from kdjax.model import cache as kv
 from kdjax.model import rope
 from kdjax.model.norm import rms_norm
 from pallas_kernels import aot
 from pallas_kernels.mla_projections import absorb_queries, compress, expand_values
-from pallas_kernels.numerics import matmul_nt
 from pallas_kernels.split import split_matmul_nt
 from tests.pallas_kernels.backends import needs_gpu
 from tests.tolerances import ATTENTION_BFLOAT16, SAME_MODEL_FLOAT32
 
 KERNELS = ["interpret", pytest.param("triton", marks=needs_gpu)]
 DTYPES = ["float32", "bfloat16"]
-EPS = 1e-6
+EPS, X_EPS = 1e-6, 1e-5
 
 
 def normal(seed, *shape, dtype="float32"):
@@ -45,19 +45,20 @@ def test_compress(dtype, sizes, backend):
     q_rank, rank, width = sizes
     slots, n, cached = 2, 3, 12
     starts = jnp.asarray([4, cached - 2], jnp.int32)
-    parts = normal(0, 4, slots * n, q_rank + rank + width)
+    parts, x = normal(0, 4, slots * n, q_rank + rank + width), normal(4, slots * n, 24, dtype=dtype)
     q_weight, kv_weight = (1 + normal(i, size, dtype=dtype) for i, size in ((1, q_rank), (2, rank)))
     cache = normal(3, slots, cached, rank + width, dtype=dtype)
     cos, sin = angles(slots * n, width // 2)
 
-    product = jnp.sum(parts, axis=0).astype(dtype)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + X_EPS)
+    product = (jnp.sum(parts, axis=0) * scale).astype(dtype)
     latent = rms_norm(product[:, q_rank : q_rank + rank], kv_weight, EPS)
     rows = jnp.concatenate([latent, rope.rotate_interleaved(product[:, q_rank + rank :], cos, sin)], axis=-1)
     expected = kv.append(cache, rows.reshape(slots, n, -1), starts)
 
     row = kv.appended(starts, n, cached).reshape(-1)
-    q, written = jax.jit(functools.partial(compress, eps=EPS, backend=backend))(
-        parts, q_weight, kv_weight, cos, sin, cache, row
+    q, written = jax.jit(functools.partial(compress, x_eps=X_EPS, eps=EPS, backend=backend))(
+        parts, x, q_weight, kv_weight, cos, sin, cache, row
     )
     check(q, rms_norm(product[:, :q_rank], q_weight, EPS))
     check(written, expected)
@@ -89,17 +90,39 @@ def test_absorb_queries_and_expand_values(dtype, tokens, nope, width, rank, back
     check(values, exact("thr,hvr->thv", latent, w[:, nope:]))
 
 
-@pytest.mark.parametrize(("tokens", "outs", "width"), [(3, (40, 24), 512), (300, (64,), 256), (4, (8, 8), 24)])
-def test_partial_sums_add_up_to_the_product(tokens, outs, width):
-    x, weights = normal(0, tokens, width), [normal(1 + i, out, width) * width**-0.5 for i, out in enumerate(outs)]
-    parts = split_matmul_nt(x, *weights)
-    assert parts.shape[0] == max(width // 128, 1)
-    check(jnp.sum(parts, axis=0), jnp.concatenate([matmul_nt(x, weight) for weight in weights], axis=1))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "outs", "width", "parts"),
+    [
+        (3, (40, 24), 512, 4),
+        (300, (64,), 256, 2),
+        (4, (8, 8), 24, 1),
+        (1, (48, 32), 512, 4),
+        (1, (20, 40), 1152, {"xla": 8, "interpret": 1, "triton": 1}),
+        (16, (40, 9), 256, 2),
+        (17, (40, 9), 256, 2),
+    ],
+)
+@pytest.mark.parametrize("backend", ["xla", *KERNELS])
+def test_partial_sums_add_up_to_the_product(tokens, outs, width, parts, backend, scaled, dtype):
+    """For the kernel's few tokens rows that fill its programs and rows that do not."""
+    x = normal(0, tokens, width, dtype=dtype)
+    weights = [normal(1 + i, out, width, dtype=dtype) * width**-0.5 for i, out in enumerate(outs)]
+    scale = jnp.asarray(2.0 ** (np.arange(width) % 3 - 1), dtype) if scaled else None
+    found = jax.jit(functools.partial(split_matmul_nt, column_scale=scale, backend=backend))(x, *weights)
+    assert found.shape[0] == (parts[backend] if isinstance(parts, dict) else parts)
+    scaled_x = x if scale is None else x * scale[None]
+    expected = [np.asarray(scaled_x, np.float64) @ np.asarray(weight, np.float64).T for weight in weights]
+    # products of bfloat16 are exact in float32, and so are powers of two
+    np.testing.assert_allclose(
+        np.sum(np.asarray(found, np.float64), axis=0), np.concatenate(expected, axis=1), atol=2e-5
+    )
 
 
 def test_products_that_keep_a_gpu_busy_are_not_cut():
     shapes = jax.ShapeDtypeStruct((8, 7168), jnp.bfloat16), jax.ShapeDtypeStruct((20480, 7168), jnp.bfloat16)
-    assert jax.eval_shape(split_matmul_nt, *shapes).shape == (1, 8, 20480)
+    assert jax.eval_shape(functools.partial(split_matmul_nt, backend="triton"), *shapes).shape == (1, 8, 20480)
 
 
 def test_other_backends_are_refused():
@@ -107,8 +130,9 @@ def test_other_backends_are_refused():
         expand_values(normal(0, 1, 1, 16), normal(1, 1, 32, 16), 16, backend="xla")
 
 
-def around_attention(parts, q_weight, kv_weight, cos, sin, cache, row, q_parts, w, latent):
-    q, cache = compress(parts, q_weight, kv_weight, cos, sin, cache, row, eps=EPS, backend="triton")
+def around_attention(parts, x, q_weight, kv_weight, cos, sin, cache, row, q_parts, w, latent):
+    eps = dict(x_eps=X_EPS, eps=EPS)
+    q, cache = compress(parts, x, q_weight, kv_weight, cos, sin, cache, row, **eps, backend="triton")
     return (
         q,
         cache,
@@ -123,7 +147,7 @@ def k2_arguments(tokens, heads):
 
     f32, bf16 = functools.partial(of, jnp.float32), functools.partial(of, jnp.bfloat16)
     return (
-        *(f32(8, tokens, 2112), bf16(1536), bf16(512), f32(tokens, 32), f32(tokens, 32)),
+        *(f32(7, tokens, 2112), bf16(tokens, 7168), bf16(1536), bf16(512), f32(tokens, 32), f32(tokens, 32)),
         *(bf16(1, 4360, 576), of(jnp.int32, tokens), f32(8, tokens, heads * 192), bf16(heads, 256, 512)),
         bf16(tokens, heads, 512),
     )
@@ -141,3 +165,32 @@ def test_kernels_lower_for(kind):
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (80, 64)])
 def test_kernels_fit_the_device(kind, tokens, heads):
     aot.compile_for(kind, around_attention, *k2_arguments(tokens, heads))
+
+
+def few_tokens(x, scale, *weights):
+    return split_matmul_nt(x, *weights, column_scale=scale, backend="triton")
+
+
+K2_PRODUCTS = {"first": (7168, 1536, 576), "queries": (1536, 1536), "router": (7168, 384, 256, 256)}
+
+
+def product_arguments(tokens, width, *outs):
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((tokens, width), (width,), *((n, width) for n in outs))
+    ]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", aot.TARGETS)
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("sizes", K2_PRODUCTS.values(), ids=K2_PRODUCTS)
+def test_the_product_of_few_tokens_lowers(kind, sizes, tokens):
+    assert "few_tokens" in aot.lower_for(kind, few_tokens, *product_arguments(tokens, *sizes))
+
+
+@pytest.mark.skipif(not aot.available(), reason="full compiles need jax[cuda13]")
+@pytest.mark.parametrize("kind", aot.TARGETS)
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("sizes", K2_PRODUCTS.values(), ids=K2_PRODUCTS)
+def test_the_product_of_few_tokens_fits(kind, sizes, tokens):
+    aot.compile_for(kind, few_tokens, *product_arguments(tokens, *sizes))

@@ -1,8 +1,4 @@
-"""A product of few tokens with a large weight as partial sums, which the kernel that reads them adds up.
-
-On a GPU XLA cuts such a product over its columns too, so that all multiprocessors read, and adds the parts in a kernel
-of their own unless it can fuse that into what follows. It cannot fuse into a Pallas kernel.
-"""
+"""The product in XLA, cut in the open so that it makes no parts of its own."""
 
 from __future__ import annotations
 
