@@ -167,6 +167,11 @@ def _product(
     in_stage = ring.blocks * parts
     stages_per_step = words_ref.shape[1] // in_stage
     total = ring.steps * stages_per_step
+    # Registers of a product in flight must stay: two products have registers of their own, in each iteration the same.
+    unroll = 2 if ring.count * parts == 1 and ring.blocks % 2 == 0 else 1
+    in_loop = ring.count * parts * unroll
+    in_flight = min(1, in_loop - 1)
+    last_part = min(ring.count, in_loop - 1)  # of what refills a stage: weights of each row block, then activations
 
     def row_block(step, i):
         return ((program * ring.steps + step) * ring.warpgroups + warpgroup) * ring.count + i
@@ -180,13 +185,12 @@ def _product(
     def mine(t):
         return warpgroup * ring.stages + stage(t)
 
-    def fetch_weights(t):
+    def fetch_weights(t, i):
         step, k = of_step(t)
-        for i in range(ring.count):
-            row = expert * row_blocks + row_block(step, i)
-            for ref, to, per in ((words_ref, words_ring, 1), (scales_ref, scales_ring, PAIRS)):
-                source = ref.at[row, pl.ds(k * (in_stage * per), in_stage * per)]
-                plgpu.copy_gmem_to_smem(source, to.at[mine(t), i], arrived.at[mine(t)])
+        row = expert * row_blocks + row_block(step, i)
+        for ref, to, per in ((words_ref, words_ring, 1), (scales_ref, scales_ring, PAIRS)):
+            source = ref.at[row, pl.ds(k * (in_stage * per), in_stage * per)]
+            plgpu.copy_gmem_to_smem(source, to.at[mine(t), i], arrived.at[mine(t)])
 
     def fetch_x(t):
         _, k = of_step(t)
@@ -194,56 +198,57 @@ def _product(
         source = x_ref.at[rows, pl.ds(k * width, width)]
         plgpu.copy_gmem_to_smem(source, x_ring.at[stage(t)], x_arrived.at[stage(t)])
 
-    def refill(t):
-        """Called where products of stage t are no more than one in flight."""
+    def refill_x(t, following):
+        if ring.warpgroups == 1:
+            fetch_x(following)
+        else:
+            plgpu.barrier_arrive(released.at[stage(t - 1)])
+
+            @pl.when(warpgroup == 0)
+            def _():
+                plgpu.barrier_wait(released.at[stage(t - 1)])
+                fetch_x(following)
+
+    def refill(t, part):
+        """Once the products of stage t - 1 are done, and one of t, its place goes to the next stage, part by part."""
         following = t + ring.stages - 1
 
         @pl.when((t >= 1) & (following < total))
         def _():
-            _warpgroup_barrier()
-            fetch_weights(following)
-            if not ring.resident:
-                if ring.warpgroups == 1:
-                    fetch_x(following)
-                else:
-                    plgpu.barrier_arrive(released.at[stage(t - 1)])
-
-                    @pl.when(warpgroup == 0)
-                    def _():
-                        plgpu.barrier_wait(released.at[stage(t - 1)])
-                        fetch_x(following)
+            if part == 0:
+                _warpgroup_barrier()
+            if part < ring.count:
+                fetch_weights(following, part)
+            if part == last_part and not ring.resident:
+                refill_x(t, following)
 
     def step_body(step):
         def multiply(*accumulators):
-            def body(k, _):
-                t = step * stages_per_step + k
-                plgpu.barrier_wait(arrived.at[mine(t)])
-                loaded = [
-                    (
-                        _load(words_ring.at[mine(t), i, b * parts + part], plgpu.Layout.WGMMA),
-                        [
-                            _load(scales_ring.at[mine(t), i, (b * parts + part) * PAIRS + pair], plgpu.Layout.WGMMA.reduce(1))
-                            for pair in range(PAIRS)
-                        ],
-                    )
-                    for b in range(ring.blocks)
-                    for i in range(ring.count)
-                    for part in range(parts)
-                ]
-                if not ring.resident:
-                    plgpu.barrier_wait(x_arrived.at[stage(t)])
-                first = True
-                for j, (words, pairs) in enumerate(loaded):
-                    b, accumulator = divmod(j, len(accumulators))
+            def some_blocks(t, k, first):
+                for j in range(in_loop):
+                    b, (i, part) = first * unroll + j // len(accumulators), divmod(j % len(accumulators), parts)
                     if ring.resident:
                         of_x = x_ring.at[0, :, pl.ds((k * ring.blocks + b) * BLOCK_COLUMNS, BLOCK_COLUMNS)]
                     else:
                         of_x = x_ring.at[stage(t), :, pl.ds(b * BLOCK_COLUMNS, BLOCK_COLUMNS)]
-                    plgpu.wgmma(accumulators[accumulator], _unpack(words, *pairs), of_x.transpose((1, 0)))
-                    plgpu.wgmma_wait(1)
-                    if first:
-                        refill(t)
-                    first = False
+                    block = b * parts + part
+                    words = _load(words_ring.at[mine(t), i, block], plgpu.Layout.WGMMA)
+                    pairs = [
+                        _load(scales_ring.at[mine(t), i, block * PAIRS + pair], plgpu.Layout.WGMMA.reduce(1))
+                        for pair in range(PAIRS)
+                    ]
+                    plgpu.wgmma(accumulators[j % len(accumulators)], _unpack(words, *pairs), of_x.transpose((1, 0)))
+                    plgpu.wgmma_wait(in_flight)
+                    # Also to have a branch between products: ptxas runs those of one basic block one by one.
+                    if j <= last_part:
+                        pl.when(first == 0)(functools.partial(refill, t, j))
+
+            def body(k, _):
+                t = step * stages_per_step + k
+                plgpu.barrier_wait(arrived.at[mine(t)])
+                if not ring.resident:
+                    plgpu.barrier_wait(x_arrived.at[stage(t)])
+                pl.loop(0, ring.blocks // unroll)(functools.partial(some_blocks, t, k))
 
             lax.fori_loop(0, stages_per_step, body, None)
             return [accumulator[...] for accumulator in accumulators]
@@ -272,7 +277,8 @@ def _product(
             def _():
                 plgpu.copy_gmem_to_smem(x_ref.at[rows], x_ring.at[0], x_arrived.at[0])
 
-        pl.loop(0, min(ring.stages, total))(fetch_weights)
+        for i in range(ring.count):
+            pl.loop(0, min(ring.stages, total))(functools.partial(fetch_weights, i=i))
         if not ring.resident:
 
             @pl.when(warpgroup == 0)
