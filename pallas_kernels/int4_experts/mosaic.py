@@ -7,7 +7,6 @@ copy engine cannot gather: rows of tokens are sorted by expert first, and the su
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -24,31 +23,12 @@ from jaxtyping import Array, BFloat16, Float, Int16, Int32
 
 from pallas_kernels.int4_experts import triton
 from pallas_kernels.int4_experts.align import align
+from pallas_kernels.int4_experts.config import Ring, Rings
 from pallas_kernels.int4_experts.layout import BLOCK_COLUMNS, BLOCK_ROWS, PAIRS, PLANE_COLUMNS, PLANES, TiledExperts
 from pallas_kernels.int4_experts.sort import gather, weighted_sum
+from pallas_kernels.mosaic import load
 
 FACTOR = 1 / triton.UNIT / triton.TO_SCALE  # what sums of products with `_unpack` are to be multiplied with
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """How the programs of one product cut their work and what they hold in shared memory.
-
-    Attributes:
-        warpgroups: of a program, which share their activations and have weight rows of their own.
-        count: row blocks of a warpgroup (of gate and of up: pairs of them).
-        blocks: column blocks of a stage.
-        stages: of weights, and of activations unless they are `resident`.
-        steps: sets of row blocks that a program takes one after the other.
-        resident: the activations of all columns stay in shared memory.
-    """
-
-    warpgroups: int = 1
-    count: int = 1
-    blocks: int = 1
-    stages: int = 4
-    steps: int = 1
-    resident: bool = False
 
 
 def int4_experts(
@@ -56,18 +36,14 @@ def int4_experts(
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     experts: TiledExperts,
-    tokens: int,
-    gate_up: Ring,
-    down: Ring,
+    config: Rings,
 ) -> BFloat16[Array, "tokens hidden"]:
-    """`tokens`: of one expert that share a program, a multiple of 8."""
-    hidden, top_k = experts.hidden, indices.shape[1]
-    width = x.shape[1]
+    hidden, width, top_k = experts.hidden, x.shape[1], indices.shape[1]
     x = jnp.pad(x, ((0, 0), (0, hidden - width)))
-    expert_of_group, places = align(indices.reshape(-1), experts.experts, tokens, interpret=False)
+    expert_of_group, places = align(indices.reshape(-1), experts.experts, config.tokens, interpret=False)
     x, position = gather(x, expert_of_group, places, top_k)
-    h = product(x, expert_of_group, experts.gate_up_words, experts.gate_up_scales, gate_up)
-    y = product(h, expert_of_group, experts.down_words, experts.down_scales, down)
+    h = product(x, expert_of_group, experts.gate_up_words, experts.gate_up_scales, config.gate_up)
+    y = product(h, expert_of_group, experts.down_words, experts.down_scales, config.down)
     return weighted_sum(y, position, indices, weights, experts.experts)[:, :width]
 
 
@@ -135,9 +111,7 @@ def _fit(ring: Ring, row_blocks: int, column_blocks: int) -> Ring:
 
 def _operand(*shape: int) -> Any:
     """Shared memory in the layout that the copy engine writes and the tensor cores read."""
-    return plgpu.SMEM(
-        shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    )
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def _product(
@@ -177,7 +151,9 @@ def _product(
         return ((program * ring.steps + step) * ring.warpgroups + warpgroup) * ring.count + i
 
     def of_step(t):
-        return (0, t) if ring.steps == 1 else (lax.div(t, jnp.int32(stages_per_step)), lax.rem(t, jnp.int32(stages_per_step)))
+        if ring.steps == 1:
+            return 0, t
+        return lax.div(t, jnp.int32(stages_per_step)), lax.rem(t, jnp.int32(stages_per_step))
 
     def stage(t):
         return lax.rem(t, jnp.int32(ring.stages))
@@ -232,9 +208,9 @@ def _product(
                     else:
                         of_x = x_ring.at[stage(t), :, pl.ds(b * BLOCK_COLUMNS, BLOCK_COLUMNS)]
                     block = b * parts + part
-                    words = _load(words_ring.at[mine(t), i, block], plgpu.Layout.WGMMA)
+                    words = load(words_ring.at[mine(t), i, block], plgpu.Layout.WGMMA)
                     pairs = [
-                        _load(scales_ring.at[mine(t), i, block * PAIRS + pair], plgpu.Layout.WGMMA.reduce(1))
+                        load(scales_ring.at[mine(t), i, block * PAIRS + pair], plgpu.Layout.WGMMA.reduce(1))
                         for pair in range(PAIRS)
                     ]
                     plgpu.wgmma(accumulators[j % len(accumulators)], _unpack(words, *pairs), of_x.transpose((1, 0)))
@@ -289,10 +265,6 @@ def _product(
             plgpu.barrier_wait(x_arrived.at[0])
         pl.loop(0, ring.steps)(step_body)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _warpgroup_barrier():
