@@ -28,6 +28,7 @@ from pallas_kernels.int4_experts.layout import BLOCK_COLUMNS, BLOCK_ROWS, PAIRS,
 from pallas_kernels.int4_experts.sort import gather, weighted_sum
 from pallas_kernels.mosaic import load
 
+OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 FACTOR = 1 / triton.UNIT / triton.TO_SCALE  # what sums of products with `_unpack` are to be multiplied with
 
 
@@ -111,7 +112,7 @@ def _fit(ring: Ring, row_blocks: int, column_blocks: int) -> Ring:
 
 def _operand(*shape: int) -> Any:
     """Shared memory in the layout that the copy engine writes and the tensor cores read."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
 
 
 def _product(
@@ -238,8 +239,7 @@ def _product(
             result = sums[i * parts] * FACTOR
             if parts == 2:
                 result = triton._swiglu(result, sums[i * parts + 1] * FACTOR)
-            to = results.at[warpgroup * ring.count + i]
-            to.transpose((1, 0))[...] = result.astype(jnp.bfloat16)
+            _store_transposed(results.at[warpgroup * ring.count + i], result.astype(jnp.bfloat16))
         plgpu.commit_smem()
         for i in range(ring.count):
             columns = pl.ds(row_block(step, i) * BLOCK_ROWS, BLOCK_ROWS)
@@ -273,6 +273,17 @@ def _warpgroup_barrier():
         mgpu.utils.warpgroup_barrier()
 
     barrier()
+
+
+def _store_transposed(ref, value):
+    """Assignment to a transposed reference is new in JAX 0.11."""
+    layout = plgpu.Layout.WGMMA_TRANSPOSED
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), layout))
+    def store(_, ref, value):
+        value.store_tiled(mgpu.utils.memref_transpose(ref, (1, 0, 3, 2)), swizzle=128)
+
+    store(ref, plgpu.layout_cast(value, layout))
 
 
 def _unpack(words, *pairs):
