@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.device import device_kind
 from pallas_kernels.int4_experts import triton, xla
-from pallas_kernels.int4_experts.config import Config, Tile, choose, choose_matmul, device_table
+from pallas_kernels.int4_experts.config import Config, Rings, Tile, choose, choose_matmul, device_table
 from pallas_kernels.int4_experts.layout import PackedExperts as PackedExperts
 from pallas_kernels.int4_experts.layout import TiledExperts as TiledExperts
 from pallas_kernels.int4_experts.layout import TiledMatrix as TiledMatrix
@@ -19,8 +19,10 @@ from pallas_kernels.int4_experts.layout import tile_experts as tile_experts
 from pallas_kernels.int4_experts.layout import tile_matrix as tile_matrix
 from pallas_kernels.int4_experts.reference import reference as reference
 
-BACKENDS = ("xla", "triton", "interpret")
+BACKENDS = ("xla", "triton", "mosaic", "interpret")
 KERNEL_BACKENDS = ("triton", "interpret")
+KERNELS = {"triton": ("mosaic", "triton"), "mosaic": ("mosaic",), "interpret": ("triton",)}
+"""That may serve a backend of `int4_experts`."""
 
 
 def int4_experts(
@@ -30,7 +32,7 @@ def int4_experts(
     experts: PackedExperts | TiledExperts,
     *,
     backend: str,
-    config: Config | None = None,
+    config: Config | Rings | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The weighted sum of each token's experts, float32 accumulation, result in the dtype of `x`.
 
@@ -41,15 +43,16 @@ def int4_experts(
         x: bfloat16 for the kernels; float32 too for "xla".
         indices: expert of each assignment, those of one token all different.
         weights: routing weight of each assignment.
-        experts: for "xla" as in the checkpoint, for "triton" and "interpret" the result of `tile_experts`.
-        backend: "xla", "triton" (NVIDIA GPUs) or "interpret" (the kernels of "triton" emulated).
+        experts: for "xla" as in the checkpoint, for the others the result of `tile_experts`.
+        backend: "xla", "triton" (NVIDIA GPUs; on Hopper the tuned table decides between the Triton and the Mosaic
+            kernel), "mosaic" (Hopper) or "interpret" (the Triton kernels emulated).
         config: how the kernels cut their work, instead of the tuned choice for the device.
 
     Raises:
         NotImplementedError: a backend, dtype, layout or width that is not supported.
     """
     _check_backend("int4_experts", backend, BACKENDS)
-    if backend not in KERNEL_BACKENDS:
+    if backend not in KERNELS:
         if not isinstance(experts, PackedExperts):
             raise NotImplementedError(f"int4_experts: {backend=} takes PackedExperts, not {type(experts).__name__}")
         for name, width in (("hidden", experts.hidden), ("inner", experts.inner)):
@@ -67,7 +70,11 @@ def int4_experts(
         raise NotImplementedError(f"int4_experts: hidden={x.shape[1]} with experts tiled for {experts.hidden}")
     if x.shape[0] == 0:
         return jnp.zeros_like(x)
-    config = config or choose(device_table(device_kind()), x.shape[0], experts.inner)
+    config = config or choose(device_table(device_kind()), x.shape[0], experts.inner, KERNELS[backend])
+    if isinstance(config, Rings):
+        from pallas_kernels.int4_experts import mosaic  # its interface moves with JAX: nobody else shall need it
+
+        return mosaic.int4_experts(x, indices, weights, experts, config)
     return triton.int4_experts(x, indices, weights, experts, config, interpret=backend == "interpret")
 
 

@@ -73,7 +73,7 @@ def _kernel(experts_ref, expert_of_group_ref, places_ref, *, n: int, group: int,
     @pl.when(total > 0)
     def _():
         lax.fori_loop(0, chunks, write, zero)
-        rest = total + jnp.arange(group, dtype=jnp.int32)
+        rest = total + jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32)
         store(places_ref, first * group + rest, -1, rest < used * group)
 
     following = jnp.where(expert == last, expert_of_group_ref.shape[0], expert + 1 + (before + total) // group)

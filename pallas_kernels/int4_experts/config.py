@@ -56,9 +56,47 @@ class Config:
     down: Tile
 
 
-def from_json(entry: dict[str, Any]) -> Config:
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """How the programs of one product of the Mosaic kernel cut their work and what they hold in shared memory.
+
+    Attributes:
+        warpgroups: of a program, which share their activations and have weight rows of their own.
+        count: row blocks of a warpgroup (for gate+up: pairs of them).
+        blocks: column blocks of a stage.
+        stages: of weights, and of activations unless they are `resident`.
+        steps: sets of row blocks that a program takes one after the other.
+        resident: the activations of all columns stay in shared memory.
+    """
+
+    warpgroups: int = 1
+    count: int = 1
+    blocks: int = 1
+    stages: int = 4
+    steps: int = 1
+    resident: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """Choices of the Mosaic kernel. Attributes:
+    tokens: of one expert that share a program, a multiple of 8.
+    """
+
+    tokens: int
+    gate_up: Ring
+    down: Ring
+
+
+def from_json(entry: dict[str, Any]) -> Config | Rings:
+    if kernel_of(entry) == "mosaic":
+        return Rings(entry["group"], Ring(**entry["gate_up"]), Ring(**entry["down"]))
     fields = {k: v for k, v in entry.items() if k in ("grouping", "down_form")}
     return Config(gate_up=Tile(**entry["gate_up"]), down=Tile(**entry["down"]), **fields)
+
+
+def kernel_of(entry: dict[str, Any]) -> str:
+    return entry.get("kernel", "triton")
 
 
 def table_name(device_kind: str) -> str:
@@ -71,9 +109,23 @@ def device_table(device_kind: str) -> dict[str, Any]:
     return json.loads((TABLES / f"{table_name(device_kind)}.json").read_text(encoding="utf-8"))
 
 
-def choose(table: dict[str, Any], tokens: int, inner: int) -> Config:
-    """The configuration of the narrowest tuned expert width >= `inner` and the smallest tuned count >= `tokens`."""
-    widths = {int(k): v for k, v in table["experts"].items()}
+def choose(table: dict[str, Any], tokens: int, inner: int, kernels: tuple[str, ...] = ("triton",)) -> Config | Rings:
+    """The configuration of the narrowest tuned expert width >= `inner` and the smallest tuned count >= `tokens`.
+
+    Args:
+        kernels: those that may be chosen, the first of them where both are tuned for a case.
+
+    Raises:
+        NotImplementedError: none of `kernels` is tuned for this device.
+    """
+    allowed = {int(k): [e for e in entries if kernel_of(e) in kernels] for k, entries in table["experts"].items()}
+    widths = {
+        width: sorted(entries, key=lambda e: (e["tokens"], kernels.index(kernel_of(e))))
+        for width, entries in allowed.items()
+        if entries
+    }
+    if not widths:
+        raise NotImplementedError(f"int4_experts: {' and '.join(kernels)} cannot run on this device: use 'triton'")
     entries = widths[min((w for w in widths if w >= inner), default=max(widths))]
     return from_json(next((e for e in entries if e["tokens"] >= tokens), entries[-1]))
 

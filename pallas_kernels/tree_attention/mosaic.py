@@ -8,7 +8,6 @@ the scores of the next. docs/kernels.md has a picture.
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.mosaic import load
 from pallas_kernels.tiles import LOG2_E, LOWEST_PEAK, UNSEEN
 from pallas_kernels.tree_attention import triton
 from pallas_kernels.tree_attention.schedule import WORD_BITS, Plan
@@ -129,7 +129,7 @@ def _attend(
         query = [q_latent.at[slot, rows, columns[0]], q_latent.at[slot, rows, columns[1]], q_rope.at[slot, rows]]
         for part, ref in enumerate(queries):
             if ref is None:
-                query[part] = _load(query[part], plgpu.Layout.WGMMA)
+                query[part] = load(query[part], plgpu.Layout.WGMMA)
             else:
                 plgpu.copy_gmem_to_smem(query[part], ref, asked)
                 query[part] = ref
@@ -139,7 +139,7 @@ def _attend(
         def seen(i):
             shape = (ROWS, BLOCK)
             node = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + (i * BLOCK - length)
-            of_rows = [_load(words.at[slot, w, rows], plgpu.Layout.WGMMA.reduce(1)) for w in range(words.shape[1])]
+            of_rows = [load(words.at[slot, w, rows], plgpu.Layout.WGMMA.reduce(1)) for w in range(words.shape[1])]
             word, *later = [lax.broadcast_in_dim(of_row, shape, [0]) for of_row in of_rows]
             for w, other in enumerate(later, 1):
                 word = jnp.where(node >= w * WORD_BITS, other, word)
@@ -191,7 +191,7 @@ def _attend(
         def step(i, acc):
             plgpu.barrier_wait(arrived[part].at[stage(part, i)])
             plgpu.barrier_wait(weighed)
-            acc = acc * lax.broadcast_in_dim(_load(keep, plgpu.Layout.WGMMA.reduce(1)), acc.shape, [0])
+            acc = acc * lax.broadcast_in_dim(load(keep, plgpu.Layout.WGMMA.reduce(1)), acc.shape, [0])
 
             def product(acc):
                 plgpu.wgmma(acc, weights, rings[part].at[stage(part, i)])
@@ -212,9 +212,3 @@ def _attend(
 def _full(shape, value):
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _load(ref, layout):
-    index = inspect.signature(plgpu.load).parameters.get("idx")  # JAX 0.10 wants one, 0.11 warns of it
-    required = ((),) if index is not None and index.default is index.empty else ()
-    return plgpu.load(ref, *required, layout=layout, optimized=False)

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import aot, timing
 from pallas_kernels.int4_experts import int4_experts, int4_matmul, tile_matrix, tune
 from pallas_kernels.int4_experts.bench import Shape
-from pallas_kernels.int4_experts.config import Tile, choose, device_table, from_json
+from pallas_kernels.int4_experts.config import Ring, Rings, Tile, choose, device_table, from_json
 from pallas_kernels.int4_experts.workload import random_experts
 
 EXPERTS, HIDDEN, TOP_K = 384, 7168, 8
@@ -61,6 +61,33 @@ def test_every_tuned_choice_fits_its_device(kind, inner, entry):
     """Shared memory beyond the device's limit fails here, not in lowering."""
     op = functools.partial(triton, config=from_json(entry))
     aot.compile_for(kind, op, *arguments(entry["tokens"], inner))
+
+
+H200 = "NVIDIA H200"
+mosaic = functools.partial(int4_experts, backend="mosaic")
+RINGS = [
+    Rings(16, Ring(stages=3), Ring(blocks=2, stages=3, steps=14, resident=True)),
+    Rings(96, Ring(warpgroups=2, stages=3), Ring(warpgroups=2, count=2, stages=3)),
+]
+
+
+@pytest.mark.parametrize("config", RINGS, ids=lambda c: str(c.tokens))
+def test_mosaic_lowers(config):
+    text = aot.lower_for(H200, functools.partial(mosaic, config=config), *arguments(330, 2048))
+    assert "mosaic_gpu" in text and "int4_experts_gather" in text
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", RINGS, ids=lambda c: str(c.tokens))
+@pytest.mark.parametrize("inner", [256, 2048])
+def test_mosaic_fits_the_device(config, inner):
+    aot.compile_for(H200, functools.partial(mosaic, config=config), *arguments(330, inner))
+    aot.compile_for(H200, functools.partial(mosaic, config=config), *arguments(9, 128, experts=8, hidden=384, top_k=2))
+
+
+def test_mosaic_says_where_it_cannot_run():
+    with pytest.raises(NotImplementedError, match="mosaic cannot run on this device: use 'triton'"):
+        aot.lower_for("NVIDIA RTX PRO 6000 Blackwell Server Edition", mosaic, *arguments(330, 256))
 
 
 @needs_compiler
