@@ -218,7 +218,7 @@ class MoE(nnx.Module):
         """
         matrices = [m.weight.get_value() for m in (self.gate, shared.gate_proj, shared.up_proj)]
         scale = norm.weight.get_value()
-        parts = split_matmul_nt(tokens, *matrices, column_scale=scale, backend=self.gate.backend)
+        parts = split_matmul_nt(tokens, *matrices, column_scale=scale)
         indices, weights, activated, normed = self.gate.choose_and_activate(parts, tokens, norm)
         y = self.experts(normed, *self._own(indices, weights))
         return y + self._once(shared.down_proj(activated)), indices

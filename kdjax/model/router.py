@@ -31,7 +31,8 @@ class Router(nnx.Module):
         # Products of bfloat16 are exact in float32, so only the sum, which is float32, rounds.
         if self.backend == "xla":
             return self.choose(matmul_nt(x.astype(weight.dtype), weight, jnp.dtype(jnp.float32)))
-        return self.choose(split_matmul_nt(x.astype(weight.dtype), weight, backend=self.backend))
+        indices, weights = self.choose(split_matmul_nt(x.astype(weight.dtype), weight))
+        return indices[: x.shape[0]], weights[: x.shape[0]]
 
     def choose(
         self, logits: Float32[Array, "*parts tokens columns"]

@@ -47,7 +47,7 @@ def choose_experts(
 
 
 def choose_and_activate(
-    parts: Float32[Array, "parts tokens columns"],
+    parts: Float32[Array, "parts product_rows columns"],
     bias: Float32[Array, "experts"],
     x: Float[Array, "tokens hidden"],
     norm_weight: Float[Array, "hidden"],

@@ -38,11 +38,11 @@ def choose(
     def kernel(*refs):
         rule(pl.program_id(0), *refs)
 
-    return _call(kernel, 1, _choice(parts, top_k), interpret)(parts, bias)
+    return _call(kernel, 1, _choice(parts.shape[1], top_k), interpret)(parts, bias)
 
 
 def choose_and_activate(
-    parts: Float32[Array, "parts tokens columns"],
+    parts: Float32[Array, "parts product_rows columns"],
     bias: Float32[Array, "experts"],
     x: Float[Array, "tokens hidden"],
     norm_weight: Float[Array, "hidden"],
@@ -70,11 +70,11 @@ def choose_and_activate(
 
     values = (jax.ShapeDtypeStruct((x.shape[0], size), x.dtype) for size in (inner, x.shape[1]))
     programs = 2 + pl.cdiv(inner, COLUMNS)
-    return _call(kernel, programs, (*_choice(parts, top_k), *values), interpret)(parts, bias, x, norm_weight)
+    return _call(kernel, programs, (*_choice(x.shape[0], top_k), *values), interpret)(parts, bias, x, norm_weight)
 
 
-def _choice(parts: Array, top_k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct((parts.shape[1], top_k), dtype) for dtype in (jnp.int32, jnp.float32))
+def _choice(tokens: int, top_k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct((tokens, top_k), dtype) for dtype in (jnp.int32, jnp.float32))
 
 
 def _call(kernel: Callable[..., None], programs: int, out: tuple[jax.ShapeDtypeStruct, ...], interpret: bool) -> Any:

@@ -14,7 +14,7 @@ BACKENDS = ("triton", "interpret")
 
 
 def compress(
-    parts: Float32[Array, "parts tokens q_rank_and_width"],
+    parts: Float32[Array, "parts product_rows q_rank_and_width"],
     x: Float[Array, "tokens hidden"],
     q_weight: Float[Array, "q_rank"],
     kv_weight: Float[Array, "rank"],
@@ -52,7 +52,7 @@ def compress(
 
 
 def absorb_queries(
-    parts: Float32[Array, "parts tokens heads_by_nope_and_rope"],
+    parts: Float32[Array, "parts product_rows heads_by_nope_and_rope"],
     kv_b: Float[Array, "heads nope_and_v rank"],
     cos: Float32[Array, "tokens half"],
     sin: Float32[Array, "tokens half"],
