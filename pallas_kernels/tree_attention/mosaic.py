@@ -109,7 +109,7 @@ def _attend(
     """One row tile over one chunk of cache blocks: unnormalised sum of values, peak and total in units of log2."""
     program, role = lax.axis_index("program"), lax.axis_index("role")
     rows = pl.ds(lax.axis_index("tile") * ROWS, ROWS)
-    slot, first, end, place = (table[program, i] for i in range(4))
+    slot, first, end = table[program, 0], table[program, 1], table[program, 2]
     half, rank, cache_rows = rings[0].shape[2], q_latent.shape[2], cache.shape[1]
     columns = (pl.ds(0, half), pl.ds(half, half), pl.ds(rank, rings[2].shape[2]))
 
@@ -180,8 +180,8 @@ def _attend(
         carry = lax.fori_loop(first, unmasked, functools.partial(step, masked=False), carry)
         peak, total = lax.fori_loop(unmasked, end, functools.partial(step, masked=True), carry)
         plgpu.barrier_wait(summed)
-        stats_ref[place, 0, rows] = peak
-        stats_ref[place, 1, rows] = total
+        stats_ref[program, 0, rows] = peak
+        stats_ref[program, 1, rows] = total
 
     def sum_values(part, fetched):
         plgpu.set_max_registers(REGISTERS[LEFT], action="decrease")
@@ -203,7 +203,7 @@ def _attend(
             return acc
 
         acc = lax.fori_loop(first, end, step, _full((ROWS, half), 0))
-        acc_ref[place, rows, columns[part]] = acc
+        acc_ref[program, rows, columns[part]] = acc
 
     on_role(LEFT, functools.partial(sum_values, 0, (0, 2)))
     on_role(RIGHT, functools.partial(sum_values, 1, (1,)))

@@ -23,9 +23,9 @@ class Plan:
         words: int32 [slots, q, ceil(q / 32)]; bit j % 32 of word j // 32 says that the token sees tree token j. None
             for the causal chain. For the Mosaic kernel [slots, ceil(q / 32), rows], a word per query row and never
             None.
-        table: int32 [programs, 4]; (slot, first block, end block, place) of the cache blocks that each program reads,
-            empty where first = end, and of its partial result.
-        segments: int32 [slots, 2]; (first, end) of the places of each slot.
+        table: int32 [programs, 3]; (slot, first block, end block) of the cache blocks that each program reads, empty
+            where first = end.
+        segments: int32 [slots, 2]; (first, end) of the programs of each slot.
         config: the tile sizes that the rest is for.
     """
 
@@ -45,34 +45,24 @@ def make_plan(
     rows: int,
     config: Config,
 ) -> Plan:
-    """Chunks of equal size, and what each slot has left; the smallest size that the configuration's programs can do.
-
-    What is left over comes last: multiprocessors that have no chunk do it, one after the other.
-    """
-    block, slots = config.block, lengths.shape[0]
-    units = config.chunks(query_rows, slots, rows)
+    """Chunks of equal size, the smallest for which the configuration's programs are enough."""
+    block, programs = config.block, config.chunks(query_rows, lengths.shape[0], rows)
     blocks = -(-jnp.clip(lengths + q, 0, rows) // block)
-    size = jnp.arange(1, -(-rows // block) + 1, dtype=jnp.int32)[:, None]
-    whole, left = blocks[None, :] // size, blocks[None, :] % size
-    in_turn = 1 / jnp.maximum(size // jnp.maximum(left, 1), 1)  # of the time of a chunk
-    needed = jnp.sum(whole.astype(jnp.float32) + jnp.where(left > 0, in_turn, 0.0), axis=1)
-    # The largest size gives every slot one chunk at most, which always fits.
-    chunk = size[jnp.argmax(needed <= units), 0]
-    whole, left = blocks // chunk, jnp.minimum(blocks % chunk, 1)
-    end = jnp.cumsum(whole + left, dtype=jnp.int32)
-    segments = jnp.stack([jnp.pad(end[:-1], (1, 0)), end], axis=1)
+    size = jnp.arange(1, -(-rows // block) + 1, dtype=jnp.int32)
+    needed = jnp.sum(-(-blocks[:, None] // size[None, :]), axis=0)
+    # The largest size gives every slot one chunk, which always fits.
+    chunk = size[jnp.argmax(needed <= programs)]
+    chunks = -(-blocks // chunk)
+    end = jnp.cumsum(chunks, dtype=jnp.int32)
+    segments = jnp.stack([end - chunks, end], axis=1)
 
-    program = jnp.arange(units + slots, dtype=jnp.int32)
-    counts = jnp.concatenate([whole, left])  # of chunks, then of what is left
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    of = jnp.sum(ends[None, :] <= program[:, None], axis=1, dtype=jnp.int32)
-    live = of < 2 * slots
-    of = jnp.where(live, of, 0)
-    slot = of % slots
-    part = program - (ends - counts)[of] + jnp.where(of < slots, 0, whole[slot])
-    first = part * chunk
-    row = jnp.stack([slot, first, jnp.minimum(first + chunk, blocks[slot]), segments[slot, 0] + part], axis=1)
-    table = jnp.where(live[:, None], row, 0)
+    program = jnp.arange(programs, dtype=jnp.int32)
+    slot = jnp.sum(end[None, :] <= program[:, None], axis=1, dtype=jnp.int32)
+    live = slot < lengths.shape[0]
+    slot = jnp.where(live, slot, 0)
+    part, parts = program - segments[slot, 0], jnp.maximum(chunks[slot], 1)
+    bounds = jnp.stack([part, part + 1], axis=1) * blocks[slot][:, None] // parts[:, None]
+    table = jnp.concatenate([slot[:, None], jnp.where(live[:, None], bounds, 0)], axis=1)
     if config.kernel == "mosaic":
         return Plan(_words_of_rows(ancestors, lengths.shape[0], q, query_rows, config.rows), table, segments, config)
     return Plan(None if ancestors is None else pack(ancestors), table, segments, config)

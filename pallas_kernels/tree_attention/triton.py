@@ -69,7 +69,7 @@ def joined(
     """The results of all programs merged per slot; `acc` and `stats` may have more rows than there are queries."""
     slots, q, heads, rank = q_latent.shape
     programs, query_rows = acc.shape[0], q * heads
-    columns, parts = _merge_tile(query_rows * slots, programs // slots, tile(rank))
+    columns, parts = _merge_tile(query_rows * slots, -(-programs // slots), tile(rank))
     out, lse = pl.pallas_call(
         functools.partial(_merge, columns=columns, parts=parts),
         grid=(query_rows, pl.cdiv(rank, columns), slots),
@@ -91,7 +91,7 @@ def _attend(table, lengths, q_latent, q_rope, cache, *refs, q, heads, config, sc
     cache_rows, rope = cache.shape[1], q_rope.shape[2]
     block, row_count = config.block, config.rows
     row_tile, program = pl.program_id(0), pl.program_id(1)
-    slot, first, end, place = (table[program, i] for i in range(4))
+    slot, first, end = table[program, 0], table[program, 1], table[program, 2]
 
     @pl.when(end > first)
     def _():
@@ -144,9 +144,9 @@ def _attend(table, lengths, q_latent, q_rope, cache, *refs, q, heads, config, sc
 
         column = jnp.arange(tile(rank), dtype=jnp.int32)
         inside = (row < query_rows)[:, None] & (column < rank)[None, :]
-        plgpu.store(acc_ref.at[place, row[:, None], column[None, :]], acc, mask=inside)
-        plgpu.store(stats_ref.at[place, 0, row], peak, mask=row < query_rows)
-        plgpu.store(stats_ref.at[place, 1, row], total, mask=row < query_rows)
+        plgpu.store(acc_ref.at[program, row[:, None], column[None, :]], acc, mask=inside)
+        plgpu.store(stats_ref.at[program, 0, row], peak, mask=row < query_rows)
+        plgpu.store(stats_ref.at[program, 1, row], total, mask=row < query_rows)
 
 
 def _merge_tile(rows: int, chunks: int, rank: int) -> tuple[int, int]:

@@ -138,34 +138,6 @@ def test_mosaic_plan_has_a_word_per_row(mask):
     np.testing.assert_array_equal(bits[..., : q * heads].transpose(0, 2, 1), np.repeat(expected, heads, axis=1))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "longest"),
-    # 17 blocks each, 512 each, ragged ones with an empty slot, one alone, a shard that the prefix does not reach
-    [([1040] * 10, 6), ([32700] * 10, 158), ([32700, 0, 9000, 5], 21), ([32700], 16), ([-500, 640], 1)],
-)
-def test_every_block_has_one_program(lengths, longest):
-    """And each program's result a place of its own, those of a slot side by side; the longest programs come first."""
-    config, q, rows, slots = Config(64, 64, 132), 32, 32768, len(lengths)
-    plan = make_plan(jnp.asarray(lengths), None, query_rows=256, q=q, rows=rows, config=config)
-    blocks = -(-np.clip(np.asarray(lengths) + q, 0, rows) // config.block)
-    read = {slot: [] for slot in range(slots)}
-    places = {slot: [] for slot in range(slots)}
-    sizes = []
-    for slot, first, end, place in np.asarray(plan.table):
-        sizes.append(end - first)
-        if end > first:
-            read[slot] += range(first, end)
-            places[slot].append(place)
-    for slot in range(slots):
-        assert sorted(read[slot]) == list(range(blocks[slot]))
-        assert sorted(places[slot]) == list(range(*np.asarray(plan.segments)[slot]))
-    assert sizes[0] == max(sizes) == longest
-    busy = np.zeros(config.programs // 4)
-    for size in sizes:
-        busy[np.argmin(busy)] += size  # as multiprocessors take programs
-    assert busy.max() == longest
-
-
 def test_rows_are_looked_up_in_the_tiles_that_they_fill():
     """9 tokens of 8 heads fill two tiles of 64 rows, as 16 do, and not the one that 8 fill."""
     chosen = {
