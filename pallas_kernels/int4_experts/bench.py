@@ -22,8 +22,8 @@ import numpy as np
 
 from pallas_kernels import timing
 from pallas_kernels.device import device_kind
-from pallas_kernels.int4_experts import int4_experts
-from pallas_kernels.int4_experts.config import Config, choose, device_table
+from pallas_kernels.int4_experts import KERNELS, int4_experts
+from pallas_kernels.int4_experts.config import Config, Rings, choose, device_table, to_json
 from pallas_kernels.int4_experts.layout import TiledExperts
 from pallas_kernels.int4_experts.study import Study
 from pallas_kernels.int4_experts.workload import Pattern, dense_expert, needed_bytes, random_experts, routing
@@ -112,7 +112,7 @@ class Case:
     def experts_struct(self) -> TiledExperts:
         return jax.eval_shape(random_experts, jax.random.key(0), self.shape.experts, self.shape.hidden, self.inner)
 
-    def compile(self, config: Config | None, backend: str) -> Any:
+    def compile(self, config: Config | Rings | None, backend: str) -> Any:
         """The program that `timing.measure` runs."""
 
         def op(experts: TiledExperts, x: jax.Array, indices: jax.Array, weights: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ def marlin_us(case: Case, ceiling: float, kind: str) -> float | None:
 
 
 def rows(
-    cases: list[Case], configs: list[Config], backend: str, study: Study | None, threads: int, **options: int
+    cases: list[Case], configs: list[Config | Rings], backend: str, study: Study | None, threads: int, **options: int
 ) -> Iterator[dict[str, Any]]:
     """Everything is compiled before anything is measured."""
     small = backend != "triton"  # an emulation, to try the program itself
@@ -203,7 +203,7 @@ def rows(
             "marlin_us": peer and round(peer, 2),
             "study_us": study_us and round(study_us, 2),
             "relative_error": float(f"{off:.2e}"),
-            "config": dataclasses.asdict(config),
+            "config": to_json(config),
         }
 
 
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m pallas_kernels.in
     cases = [Case(shape, n, t, p) for n in options.widths for p in options.patterns for t in options.tokens]
     study = Study(options.study) if options.study else None
     table = json.loads(Path(options.table).read_text()) if options.table else device_table(device_kind())
-    configs = [choose(table, case.tokens, case.inner) for case in cases]
+    configs = [choose(table, case.tokens, case.inner, KERNELS[options.backend]) for case in cases]
     min_ops = 96 if options.backend == "triton" else 1
     sizes = {"repetitions": options.repetitions, "min_ops": min_ops}
     for row in rows(cases, configs, options.backend, study, options.threads, **sizes):

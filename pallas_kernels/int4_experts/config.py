@@ -95,6 +95,13 @@ def from_json(entry: dict[str, Any]) -> Config | Rings:
     return Config(gate_up=Tile(**entry["gate_up"]), down=Tile(**entry["down"]), **fields)
 
 
+def to_json(config: Config | Rings) -> dict[str, Any]:
+    if isinstance(config, Config):
+        return dataclasses.asdict(config)
+    gate_up, down = dataclasses.asdict(config.gate_up), dataclasses.asdict(config.down)
+    return {"kernel": "mosaic", "group": config.tokens, "gate_up": gate_up, "down": down}
+
+
 def kernel_of(entry: dict[str, Any]) -> str:
     return entry.get("kernel", "triton")
 
