@@ -285,6 +285,7 @@ def search(
         for i, (inner, tokens) in enumerate(sizes):
             cell = Cell(shape, inner, tokens, functools.partial(experts_of, inner), backend)
             base = choose(device_table(device_kind()), tokens, inner)
+            assert isinstance(base, Config)
             share = max(1.0, (end - time.monotonic()) / (len(sizes) - i))
             tune(cell, base, compilers, share, most, rng, cores)
             rows += cell.rows

@@ -120,6 +120,9 @@ def search(shape: Shape, sizes: Sequence[tuple[int, int]], out: Path, seconds: f
 
 
 def _of_size(case: Case, experts: Callable[[], TiledExperts], threads: int) -> Any:
+    patterns = {p: dataclasses.replace(case, pattern=p) for p in get_args(Pattern)}
+    for of in (case, *patterns.values()):
+        of.inputs  # noqa: B018 - made here and not by all threads, nor in a trace
     halves = [Half(case, group, part) for group in group_sizes(case) for part in ("gate_up", "down")]
     jobs = [(half, ring) for half in halves for ring in half.rings]
     programs = timing.compile_all([functools.partial(half.compile, ring) for half, ring in jobs], threads=threads)
@@ -139,7 +142,6 @@ def _of_size(case: Case, experts: Callable[[], TiledExperts], threads: int) -> A
     both = [g for g in group_sizes(case) if (g, "gate_up") in best and (g, "down") in best]
     configs: list[Config | Rings] = [choose(device_table(device_kind()), case.tokens, case.inner)]
     configs += [Rings(g, best[g, "gate_up"][1], best[g, "down"][1]) for g in both]
-    patterns = {p: dataclasses.replace(case, pattern=p) for p in get_args(Pattern)}
     layers = timing.compile_all([functools.partial(case.compile, c, "triton") for c in configs], threads=threads)
     for config, layer in zip(configs, layers, strict=True):
         row = {"part": "layer", "tokens": case.tokens, "intermediate": case.inner, "config": to_json(config)}

@@ -9,14 +9,16 @@ import shutil
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import timing
 from pallas_kernels.compilers import CompileError, Compilers
-from pallas_kernels.int4_experts import bench, tune
+from pallas_kernels.int4_experts import bench, tune, tune_mosaic
+from pallas_kernels.int4_experts.align import align
 from pallas_kernels.int4_experts.bench import Case, Shape
 from pallas_kernels.int4_experts.candidates import Waiting, down_candidates, gate_up_candidates
-from pallas_kernels.int4_experts.config import TABLES, Config, Tile, choose
+from pallas_kernels.int4_experts.config import TABLES, Config, Rings, Tile, choose, from_json
 from pallas_kernels.int4_experts.workload import random_experts
 
 SHAPE = Shape(experts=8, hidden=128, top_k=2)
@@ -71,6 +73,35 @@ def test_tuner_measures_parts_and_layers_and_keeps_the_fastest(on_cpu, tmp_path,
         best["grouping"], best["down_form"], Tile(**best["gate_up"]), Tile(**best["down"])
     )
     assert after["experts"]["2048"] == before["experts"]["2048"] and after["matmul"] == before["matmul"]
+
+
+def test_mosaic_tuner_scores_layers_beside_the_triton_choice(on_cpu, tmp_path, monkeypatch):
+    """With stand-ins for what runs on Hopper only. The faster of both kernels is kept, Mosaic's beside Triton's."""
+    aligned = functools.partial(align, interpret=True)
+    monkeypatch.setattr(tune_mosaic, "align", lambda *args, interpret: aligned(*args))
+    monkeypatch.setattr(tune_mosaic, "gather", lambda x, g, places, k: (x[places % x.shape[0]], None))
+    monkeypatch.setattr(
+        tune_mosaic.mosaic, "product", lambda x, g, words, s, ring: jnp.repeat(x[:, :1], words.shape[1] * 64, axis=1)
+    )
+    compiled = Case.compile
+    monkeypatch.setattr(Case, "compile", lambda case, config, backend: compiled(case, BASE, "interpret"))
+    out = tmp_path / "rows.json"
+    tune_mosaic.search(SHAPE, [(128, 40)], out, seconds=600.0, threads=1)
+    found = json.loads(out.read_text())
+    assert not [row["failed"] for row in found["rows"] if "failed" in row]
+    triton, *rings = [row for row in found["rows"] if row["part"] == "layer"]
+    assert [row["config"]["group"] for row in rings] == tune_mosaic.group_sizes(Case(SHAPE, 128, 40)) == [16]
+    assert all(row["score"] > 0 for row in (triton, *rings)) and "kernel" not in triton["config"]
+
+    shutil.copytree(TABLES, tmp_path / "tuned")
+    monkeypatch.setattr(tune, "TABLES", tmp_path / "tuned")
+    for factor, kernel in ((2.0, Config), (0.5, Rings)):
+        rings[0]["score"] = triton["score"] * factor
+        out.write_text(json.dumps(found | {"device": "NVIDIA H200"}))
+        tune.apply([out])
+        table = json.loads((tmp_path / "tuned" / "h200.json").read_text())
+        assert isinstance(choose(table, 40, 128, ("mosaic", "triton")), kernel)
+        assert choose(table, 40, 128) == from_json(triton["config"])
 
 
 def cell_of(inner: int = 128, tokens: int = 2) -> tune.Cell:

@@ -51,10 +51,18 @@ SEED = int.from_bytes(os.urandom(3), "little")
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "skewed", "same", "elsewhere"])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 9, 17, 33, 64, 130, 330, 1024, 4096])
+@pytest.mark.parametrize(
+    ("kernel", "tokens"),
+    [("triton", n) for n in (1, 2, 4, 9, 17, 33, 64, 130, 330, 1024, 4096)]
+    + [("mosaic", n) for n in (1, 33, 330, 4096)],
+)
 @pytest.mark.parametrize("inner", [256, 2048])
-def test_matches_float32(inner, tokens, pattern):
+def test_matches_float32(inner, kernel, tokens, pattern):
     print(f"seed={SEED}")
+    table = device_table(device_kind())
+    if kernel == "mosaic" and not any(entry.get("kernel") == kernel for entry in table["experts"][str(inner)]):
+        pytest.skip("the Mosaic kernel is for Hopper")
+    config = choose(table, tokens, inner, (kernel,))
     rng = np.random.default_rng([SEED, tokens])
     indices = routing(rng, tokens, EXPERTS, TOP_K, "skewed" if pattern == "skewed" else "uniform")
     if pattern == "same":
@@ -64,13 +72,13 @@ def test_matches_float32(inner, tokens, pattern):
     x = jnp.asarray(rng.standard_normal((tokens, HIDDEN)), jnp.bfloat16)
     weights = jnp.asarray(rng.uniform(0.1, 1, (tokens, TOP_K)), jnp.float32)
     experts = experts_of(inner, SEED)
-    run = jax.jit(functools.partial(int4_experts, backend="triton"))
+    run = jax.jit(functools.partial(int4_experts, backend=kernel, config=config))
     poison()
     y = np.asarray(run(x, jnp.asarray(indices), weights, experts), np.float32)
     expected = np.asarray(expected_of(experts, x, jnp.asarray(indices), weights))
     assert np.isfinite(y).all()
     error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
-    assert error < LARGEST_ERROR, (error, choose(device_table(device_kind()), tokens, inner))
+    assert error < LARGEST_ERROR, (error, config)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
