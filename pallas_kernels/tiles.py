@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def load(ref, before, rows, between, start, size):
     return plgpu.load(at, mask=mask, other=0.0)
 
 
-def total(parts, token, column, inside, dtype, scale=1.0):
+def total(parts, token, column, inside, dtype, scale: Any = 1.0):
     """A product's values from its partial sums, times `scale`; rounded as its result would be; float32.
 
     One load and a reduction: Triton passes each of several loads through shared memory where a dot follows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +159,7 @@ def _rms_norm(x, weight, column, inside, eps):
     return normed.astype(weight.dtype).astype(jnp.float32) * scale.astype(jnp.float32)
 
 
-def _rotated(parts, token, first, pair, inside, cos, sin, dtype, scale=1.0):
+def _rotated(parts, token, first, pair, inside, cos, sin, dtype, scale: Any = 1.0):
     """The pairs (2i, 2i + 1) of the columns from `first` on, rotated."""
     even, odd = (total(parts, token, first + 2 * pair + i, inside, dtype, scale) for i in range(2))
     c, s = (plgpu.load(ref.at[token, pair], mask=inside, other=0.0) for ref in (cos, sin))
