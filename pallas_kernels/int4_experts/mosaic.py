@@ -279,11 +279,11 @@ def _store_transposed(ref, value):
     """Assignment to a transposed reference is new in JAX 0.11."""
     layout = plgpu.Layout.WGMMA_TRANSPOSED
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), layout))
     def store(_, ref, value):
         value.store_tiled(mgpu.utils.memref_transpose(ref, (1, 0, 3, 2)), swizzle=128)
 
-    store(ref, plgpu.layout_cast(value, layout))
+    stored: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), layout))(store)
+    stored(ref, plgpu.layout_cast(value, layout))
 
 
 def _unpack(words, *pairs):
@@ -297,7 +297,7 @@ def _unpack(words, *pairs):
         i32 = ir.IntegerType.get_signless(32)
         two = ir.VectorType.get((2,), ir.BF16Type.get())
 
-        def asm(code, *args):
+        def asm(code, *args) -> Any:
             constraints = ",".join(["=r"] + ["r"] * len(args))
             return llvm.inline_asm(i32, list(args), code, constraints, has_side_effects=False)
 
