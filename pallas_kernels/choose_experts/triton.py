@@ -110,7 +110,7 @@ def _activate(token, parts, scale, experts, program, activated):
     plgpu.store(activated.at[token, jnp.where(inside, column, inner)], value, mask=inside)
 
 
-def _choose(token, parts, bias, indices, weights, scale=1.0, *, normalise, scaling):
+def _choose(token, parts, bias, indices, weights, scale: Any = 1.0, *, normalise, scaling):
     experts, top_k = bias.shape[0], indices.shape[1]
     expert = jnp.arange(tile(experts), dtype=jnp.int32)
     exists = expert < experts

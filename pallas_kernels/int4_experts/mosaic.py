@@ -268,11 +268,11 @@ def _product(
 
 
 def _warpgroup_barrier():
-    @plgpu.inline_mgpu()
     def barrier(_):
         mgpu.utils.warpgroup_barrier()
 
-    barrier()
+    inserted: Any = plgpu.inline_mgpu()(barrier)
+    inserted()
 
 
 def _store_transposed(ref, value):
