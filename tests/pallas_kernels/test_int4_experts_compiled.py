@@ -71,6 +71,7 @@ RINGS = [
 ]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("config", RINGS, ids=lambda c: str(c.tokens))
 def test_mosaic_lowers(config):
     text = aot.lower_for(H200, functools.partial(mosaic, config=config), *arguments(330, 2048))
