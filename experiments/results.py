@@ -58,6 +58,7 @@ def draw_attention(rows: Rows, figure: Any) -> None:
     cases = sorted(case for case, prefixes in prefixes_of.items() if prefixes > 1)
     for style, case in enumerate(cases):
         mine = [row for row in rows if (row["heads"], row["streams"], row["tokens"]) == case]
+        mine.sort(key=lambda row: row["prefix"])
         heads, streams, tokens = case
         label = f"{tokens} x {streams}" + (f", {heads} heads" if heads != min(c[0] for c in cases) else "")
         prefixes = [row["prefix"] for row in mine]
