@@ -35,14 +35,15 @@ def load(ref, before, rows, between, start, size):
 
 
 def total(parts, token, column, inside, dtype, scale: Any = 1.0):
-    """A product's values from its partial sums, times `scale`; rounded as its result would be; float32.
+    """A product's values from its partial sums, a power of two of them, times `scale`; rounded as its result would be;
+    float32.
 
     One load and a reduction: Triton passes each of several loads through shared memory where a dot follows.
     """
-    part = jnp.arange(pl.next_power_of_2(parts.shape[0]), dtype=jnp.int32).reshape(-1, *[1] * inside.ndim)
+    part = jnp.arange(parts.shape[0], dtype=jnp.int32).reshape(-1, *[1] * inside.ndim)
     token, column = (jnp.broadcast_to(index, inside.shape)[None] for index in (token, column))
-    mask = jnp.broadcast_to(inside[None], (part.shape[0], *inside.shape)) & (part < parts.shape[0])
-    each = plgpu.load(parts.at[jnp.minimum(part, parts.shape[0] - 1), token, column], mask=mask, other=0.0)
+    mask = jnp.broadcast_to(inside[None], (parts.shape[0], *inside.shape))
+    each = plgpu.load(parts.at[part, token, column], mask=mask, other=0.0)
     return (jnp.sum(each, axis=0) * scale).astype(dtype).astype(jnp.float32)
 
 

@@ -115,11 +115,12 @@ def _choose(token, parts, bias, indices, weights, scale: Any = 1.0, *, normalise
     expert = jnp.arange(tile(experts), dtype=jnp.int32)
     exists = expert < experts
     scores = jax.nn.sigmoid(total(parts, token, expert, exists, jnp.float32, scale))
-    left = jnp.where(exists, scores + plgpu.load(bias.at[expert], mask=exists, other=0.0), -jnp.inf)
+    biased = scores + plgpu.load(bias.at[expert], mask=exists, other=0.0)
+    left = jnp.where(exists & (biased == biased), biased, -jnp.inf)  # NaN would be chosen again and again
     rank = jnp.arange(tile(top_k), dtype=jnp.int32)
     chosen, chosen_scores = jnp.zeros_like(rank), jnp.zeros(rank.shape, jnp.float32)
     for k in range(top_k):
-        # not beyond the experts where NaN leaves no best
+        # not beyond the experts where all that is left is NaN
         winner = jnp.minimum(jnp.argmax(left).astype(jnp.int32), experts - 1)
         is_winner = expert == winner
         score = jnp.sum(jnp.where(is_winner, scores, 0.0))

@@ -71,6 +71,8 @@ def int4_experts(
     if x.shape[0] == 0:
         return jnp.zeros_like(x)
     config = config or choose(device_table(device_kind()), x.shape[0], experts.inner, KERNELS[backend])
+    if (kernel := "mosaic" if isinstance(config, Rings) else "triton") not in KERNELS[backend]:
+        raise NotImplementedError(f"int4_experts: {backend=} cannot run {config=}, which is for the {kernel} kernel")
     if isinstance(config, Rings):
         from pallas_kernels.int4_experts import mosaic  # its interface moves with JAX: nobody else shall need it
 

@@ -134,7 +134,8 @@ def choose(table: dict[str, Any], tokens: int, inner: int, kernels: tuple[str, .
     if not widths:
         raise NotImplementedError(f"int4_experts: {' and '.join(kernels)} cannot run on this device: use 'triton'")
     entries = widths[min((w for w in widths if w >= inner), default=max(widths))]
-    return from_json(next((e for e in entries if e["tokens"] >= tokens), entries[-1]))
+    enough = min(tokens, entries[-1]["tokens"])
+    return from_json(next(e for e in entries if e["tokens"] >= enough))
 
 
 def choose_matmul(table: dict[str, Any], tokens: int) -> Tile:

@@ -1,4 +1,4 @@
-"""The routed experts in Pallas Mosaic GPU, for Hopper: a weight is unpacked once for up to 256 tokens of its expert.
+"""The routed experts in Pallas Mosaic GPU, for Hopper: a weight is unpacked once for up to 128 tokens of its expert.
 
 The copy engine streams weights and activations into shared memory; each warpgroup unpacks its 64 rows of weights into
 registers in the layout in which the tensor cores take a left operand, so that weights never go back to memory. The
@@ -42,10 +42,10 @@ def int4_experts(
     hidden, width, top_k = experts.hidden, x.shape[1], indices.shape[1]
     x = jnp.pad(x, ((0, 0), (0, hidden - width)))
     expert_of_group, places = align(indices.reshape(-1), experts.experts, config.tokens, interpret=False)
-    x, position = gather(x, expert_of_group, places, top_k)
+    x, position = gather(x, expert_of_group, places, top_k, interpret=False)
     h = product(x, expert_of_group, experts.gate_up_words, experts.gate_up_scales, config.gate_up)
     y = product(h, expert_of_group, experts.down_words, experts.down_scales, config.down)
-    return weighted_sum(y, position, indices, weights, experts.experts)[:, :width]
+    return weighted_sum(y, position, indices, weights, experts.experts, interpret=False)[:, :width]
 
 
 def product(

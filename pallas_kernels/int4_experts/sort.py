@@ -18,6 +18,8 @@ def gather(
     expert_of_group: Int32[Array, "groups"],
     places: Int32[Array, "places"],
     top_k: int,
+    *,
+    interpret: bool,
 ) -> tuple[BFloat16[Array, "places width"], Int32[Array, "assignments"]]:
     """The row of each place of `align`'s groups, and the place of each assignment.
 
@@ -32,6 +34,7 @@ def gather(
             jax.ShapeDtypeStruct((x.shape[0] * top_k,), jnp.int32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
         name="int4_experts_gather",
     )
     rows, position = kernel(x, expert_of_group, places)
@@ -62,6 +65,8 @@ def weighted_sum(
     indices: Int32[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     experts: int,
+    *,
+    interpret: bool,
 ) -> BFloat16[Array, "tokens width"]:
     """Of the rows of each token's assignments, without those to experts that are not here."""
     tokens, top_k = indices.shape
@@ -71,6 +76,7 @@ def weighted_sum(
         grid=(pl.cdiv(width, CHUNK), tokens),
         out_shape=jax.ShapeDtypeStruct((tokens, width), rows.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
         name="int4_experts_weighted_sum",
     )(rows, position, indices.reshape(-1), weights.reshape(-1).astype(jnp.float32))
 

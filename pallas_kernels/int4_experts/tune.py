@@ -308,7 +308,8 @@ def _summary(cell: Cell, base: Config) -> str:
 def apply(results: Sequence[Path]) -> None:
     """The fastest correct configuration of every size into the table of its device, other entries untouched.
 
-    A choice of the Mosaic kernel stands beside Triton's where it is faster than that of the same results.
+    A choice of the Mosaic kernel stands beside Triton's where it is faster than that of the same results. Results
+    without one leave it as it is: then measure it anew (`tune_mosaic`).
     """
     best: dict[str, dict[tuple[int, int, str], dict[str, Any]]] = {}
     for path in results:

@@ -95,7 +95,7 @@ class Half:
         for x, indices, _ in self.case.inputs:
             groups, places = align(indices.reshape(-1), shape.experts, self.group, interpret=False)
             if self.part == "gate_up":
-                made.append((gather(x, groups, places, shape.top_k)[0], groups))
+                made.append((gather(x, groups, places, shape.top_k, interpret=False)[0], groups))
             else:
                 made.append(
                     (jax.random.normal(jax.random.key(9), (places.shape[0], self.columns), jnp.bfloat16), groups)

@@ -31,7 +31,8 @@ def compress(
 
     Args:
         parts: the product of `q_a_proj` and `kv_a_proj_with_mqa` side by side with x times the weight of its norm, as
-            `split_matmul_nt` leaves it. Its rows are divided by their root mean square here.
+            `split_matmul_nt` leaves it: their number is a power of two. Its rows are divided by the root mean square of
+            those of x here.
         x: the layer's input, before its norm.
         q_weight: of `q_a_layernorm`; its dtype is that of the activations.
         kv_weight: of `kv_a_layernorm`.

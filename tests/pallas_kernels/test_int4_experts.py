@@ -22,7 +22,9 @@ from pallas_kernels.int4_experts import (
     tile_matrix,
 )
 from pallas_kernels.int4_experts.align import align
-from pallas_kernels.int4_experts.config import Config, Tile
+from pallas_kernels.int4_experts.config import Config, Ring, Rings, Tile
+from pallas_kernels.int4_experts.sort import gather, weighted_sum
+from pallas_kernels.int4_experts.workload import random_experts
 from tests.pallas_kernels.backends import BACKENDS
 from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_FLOAT32, PACKED_MATMUL, RELATIVE_INT4
 
@@ -308,3 +310,31 @@ def test_dequantize_quantised_weights(oracle, scheme):
     scale = jnp.asarray(o.expected[f"{scheme}.weight_scale"])
     got = dequantize(packed, scale, columns=128, group_size=32, dtype=jnp.dtype("bfloat16"))
     np.testing.assert_array_equal(got, o.expected[f"{scheme}.dequant_bf16"])
+
+
+@pytest.mark.parametrize("group", [8, 24])
+def test_rows_go_into_the_order_of_their_experts_and_back(group):
+    """Some experts are elsewhere, some have no token, and rows are wider than what a program takes at once."""
+    tokens, top_k, here, width = 40, 3, 5, 1152
+    rng = np.random.default_rng(0)
+    indices = np.stack([rng.choice(8, top_k, replace=False) - 1 for _ in range(tokens)]).astype(np.int32)
+    indices[indices == 3] = 7
+    x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (tokens, top_k)), jnp.float32)
+    groups, places = align(jnp.asarray(indices.reshape(-1)), here, group, interpret=True)
+    rows, position = gather(x, groups, places, top_k, interpret=True)
+    for place, assignment in enumerate(np.asarray(places)):
+        if groups[place // group] >= 0 and assignment >= 0:
+            assert indices.flat[assignment] == groups[place // group] and position[assignment] == place
+            np.testing.assert_array_equal(rows[place], x[assignment // top_k])
+    total = weighted_sum(rows, position, jnp.asarray(indices), weights, here, interpret=True)
+    counts = (indices >= 0) & (indices < here)
+    expected = np.asarray(x, np.float64) * np.sum(np.asarray(weights, np.float64) * counts, axis=1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(total, np.float64), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_configuration_is_for_its_kernel():
+    experts = random_experts(jax.random.key(0), 2, 128, 128)
+    x, indices, weights = jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
+    with pytest.raises(NotImplementedError, match="backend='interpret' cannot run config=Rings.*for the mosaic kernel"):
+        int4_experts(x, indices, weights, experts, backend="interpret", config=Rings(8, Ring(), Ring()))

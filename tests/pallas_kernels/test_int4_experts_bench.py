@@ -79,7 +79,7 @@ def test_mosaic_tuner_scores_layers_beside_the_triton_choice(on_cpu, tmp_path, m
     """With stand-ins for what runs on Hopper only. The faster of both kernels is kept, Mosaic's beside Triton's."""
     aligned = functools.partial(align, interpret=True)
     monkeypatch.setattr(tune_mosaic, "align", lambda *args, interpret: aligned(*args))
-    monkeypatch.setattr(tune_mosaic, "gather", lambda x, g, places, k: (x[places % x.shape[0]], None))
+    monkeypatch.setattr(tune_mosaic, "gather", lambda x, g, places, k, interpret: (x[places % x.shape[0]], None))
     monkeypatch.setattr(
         tune_mosaic.mosaic, "product", lambda x, g, words, s, ring: jnp.repeat(x[:, :1], words.shape[1] * 64, axis=1)
     )
@@ -102,6 +102,13 @@ def test_mosaic_tuner_scores_layers_beside_the_triton_choice(on_cpu, tmp_path, m
         table = json.loads((tmp_path / "tuned" / "h200.json").read_text())
         assert isinstance(choose(table, 40, 128, ("mosaic", "triton")), kernel)
         assert choose(table, 40, 128) == from_json(triton["config"])
+
+
+def test_more_tokens_than_were_tuned_get_the_kernel_of_the_most():
+    table = json.loads((TABLES / "h200.json").read_text())
+    for inner in (256, 2048):
+        assert choose(table, 10**6, inner, ("mosaic", "triton")) == choose(table, 4096, inner, ("mosaic", "triton"))
+        assert isinstance(choose(table, 10**6, inner, ("mosaic", "triton")), Rings)
 
 
 def cell_of(inner: int = 128, tokens: int = 2) -> tune.Cell:

@@ -140,7 +140,7 @@ def k2_arguments(tokens, heads):
 
     f32, bf16 = functools.partial(of, jnp.float32), functools.partial(of, jnp.bfloat16)
     return (
-        *(f32(7, tokens, 2112), bf16(tokens, 7168), bf16(1536), bf16(512), f32(tokens, 32), f32(tokens, 32)),
+        *(f32(8, tokens, 2112), bf16(tokens, 7168), bf16(1536), bf16(512), f32(tokens, 32), f32(tokens, 32)),
         *(bf16(1, 4360, 576), of(jnp.int32, tokens), f32(8, tokens, heads * 192), bf16(heads, 256, 512)),
         bf16(tokens, heads, 512),
     )
