@@ -67,7 +67,7 @@ def choose_and_activate(
 
     Args:
         parts: partial sums of router, gate and up side by side (`split_matmul_nt`) with x times the weight of its norm.
-            Their rows are divided by their root mean square here.
+            Its rows are divided by the root mean square of those of x here.
         x: the tokens before the norm; gate and up are rounded to its dtype, as is silu(gate).
         norm_weight: of the norm.
         eps: of the norm.
